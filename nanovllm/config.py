@@ -26,7 +26,7 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "kv_cache_dtype": ("auto", "fp8"),
     "load_format": ("auto", "dummy"),
-    "attention_backend": ("auto", "flash_attn", "triton", "reference"),
+    "attention_backend": ("auto", "flash_attn", "triton", "cpu", "reference"),
 }
 _ALIASES: dict[str, dict[str | int, str | None]] = {  # other names of a value, from vLLM and torch
     "dtype": {"half": "float16", "float": "float32"},
@@ -67,7 +67,7 @@ class Config:
     num_kvcache_blocks: blocks to allocate; None allocates what fits and `max_num_seqs` sequences may need.
     kv_cache_dtype: "auto" (the model's dtype) or "fp8": half the memory and traffic, slightly less exact.
     enable_prefix_caching: share the KV blocks of common prefixes.
-    attention_backend: "auto", "flash_attn", "triton" or "reference".
+    attention_backend: "auto", "flash_attn", "triton", "cpu" or "reference".
     device: "auto", "cpu", "cuda" or "cuda:N", or a torch.device.
     dtype: "auto" (the checkpoint's dtype on a GPU, float32 on a CPU), "float32", "bfloat16" or "float16", or
     a torch.dtype.

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 logger = logging.getLogger("nanovllm")
 
 VARIABLE = "NANOVLLM_CPU_ISA"
-_AVX2 = {"avx2", "fma"}
+_AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 # Fastest first, with the features that LLVM must find in the CPU. "generic" is plain loops, which LLVM turns
 # into the vectors of any CPU. "torch" uses no kernels of ours.

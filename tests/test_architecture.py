@@ -36,7 +36,8 @@ USES_TRITON = {"kernels"}
 COMPILERS = {"numba", "llvmlite"}
 # Others import them where they compile.
 ALWAYS_COMPILE = {
-    f"kernels.cpu.{name}" for name in ("vectors", "vector_math", "emitting", "tiles", "int_vectors")
+    f"kernels.cpu.{name}"
+    for name in ("vectors", "vector_math", "emitting", "tiles", "int_vectors", "attention_tiles")
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.stat().st_size)
 

@@ -23,6 +23,7 @@ from nanovllm.attention.base import (
     AttentionSpec,
     PrefillRanges,
 )
+from nanovllm.attention.cpu import CPUBackend
 from nanovllm.device import Device
 from nanovllm.kernels.attention_reference import (
     Gathered,
@@ -267,7 +268,7 @@ class FlashAttnBackend(AttentionBackend):
 
 
 # Fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
-BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, ReferenceBackend)
+BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, CPUBackend, ReferenceBackend)
 
 
 def select(
@@ -301,7 +302,8 @@ def select(
             continue
         reason = backend.unavailable(device, dtype, cache_dtype)
         if reason is None and (reason := backend.unsupported(specs)):
-            able = [each.name for each in BACKENDS if each.unsupported(specs) is None]
+            here = [each for each in BACKENDS if each.unavailable(device, dtype, cache_dtype) is None]
+            able = [each.name for each in here if each.unsupported(specs) is None]
             reason += f"; supported by {able}"
         if reason is None:
             logger.info("attention backend: %s%s", backend.name, f" ({reasons})" if reasons else "")

@@ -131,6 +131,7 @@ class AttentionBackend(ABC):
     supports_cuda_graph: ClassVar[bool] = True  # a decode step only launches kernels
     head_dims: ClassVar[range] = range(8, 257, 8)
     features: ClassVar[frozenset[str]] = frozenset()  # the fields among FEATURES that it computes
+    heads_first: ClassVar[bool] = False  # a block's memory is [KV heads, block_size, head_dim]
     window_tile: ClassVar[int] = 1  # reading begins at a multiple of this, at or before a window's start
 
     def __init__(self, deterministic: bool = False) -> None:

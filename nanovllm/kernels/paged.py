@@ -297,7 +297,8 @@ def finish_softmax(
 class KVCache(NamedTuple):
     """Keys and values of one layer, in blocks.
 
-    k, v: contiguous [num_blocks, block_size, kv_heads, head_dim] of the model's dtype, or of float8_e4m3fn.
+    k, v: [num_blocks, block_size, kv_heads, head_dim] of the model's dtype, or of float8_e4m3fn. Contiguous,
+    or for a backend with `heads_first` a view of [num_blocks, kv_heads, block_size, head_dim].
     k_scale, v_scale: of an FP8 cache, [kv_heads] float32. A store divides by the head's scale, a load
     multiplies by it.
     """

@@ -1,6 +1,6 @@
 """The memory of weights and KV cache: whether it suffices on every rank, and how layers share the cache.
 
-The cache is one tensor for all attention layers. Allocates nothing, asks no device, and knows no sequence.
+The cache is one tensor for all attention layers. Asks no device, and knows no sequence.
 """
 
 from __future__ import annotations
@@ -218,6 +218,17 @@ def attach(layers: Sequence[Attention], kv_cache: torch.Tensor, layout: CacheLay
         k, v = layers[source].cache[:2] if source is not None else next(own[windowed])
         layer.cache = layer.cache._replace(k=k, v=v)
         layer.windowed = windowed
+
+
+def empty_cache(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, heads_first: bool
+) -> torch.Tensor:
+    """An uninitialised cache of a layout's shape; heads_first: a view of memory where a block's heads come
+    before its positions."""
+    if not heads_first:
+        return torch.empty(shape, dtype=dtype, device=device)
+    *blocks, positions, heads, dim = shape
+    return torch.empty(*blocks, heads, positions, dim, dtype=dtype, device=device).transpose(3, 4)
 
 
 def scratch_in(kv_cache: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -49,6 +49,7 @@ from nanovllm.runner.memory import (
     CacheLayout,
     KVCacheSpace,
     attach,
+    empty_cache,
     equal_batch,
     plain_layout,
     scratch_in,
@@ -237,7 +238,8 @@ class ModelRunner:
         attach(layers, self.kv_cache, self.layout)  # frees the old cache
         shape = self.layout.shape(self.spec, num_blocks, self.block_size)
         try:
-            self.kv_cache = torch.empty(shape, dtype=self.cache_dtype, device=self.device.torch)
+            kind = self.cache_dtype, self.device.torch
+            self.kv_cache = empty_cache(shape, *kind, self.backend.heads_first)
         except RuntimeError as error:
             size = prod(shape) * self.cache_dtype.itemsize / 2**30
             raise KVCacheMemoryError(

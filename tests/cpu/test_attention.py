@@ -46,8 +46,15 @@ CPU = Device("cpu")
 SPECS = (AttentionSpec(4, 2, 64),)
 
 
-def test_auto_on_a_cpu_is_the_reference_even_with_the_interpreter() -> None:
+def test_auto_on_a_cpu_has_its_kernels_or_is_the_reference_even_with_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nanovllm.isa.level", lambda: "generic")
+    assert select("auto", CPU, torch.float32, SPECS, torch.float32).name == "cpu"
+    monkeypatch.setattr("nanovllm.isa.level", lambda: "torch")
     assert select("auto", CPU, torch.float32, SPECS, torch.float32).name == "reference"
+    with pytest.raises(ValueError, match=r"'cpu' cannot run here: pip install \"nanovllm\[cpu\]\""):
+        select("cpu", CPU, torch.float32, SPECS, torch.float32)
 
 
 def test_an_unavailable_backend_says_why() -> None:

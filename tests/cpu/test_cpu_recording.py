@@ -12,6 +12,7 @@ import pytest
 import torch
 from cpu_kernel_cases import count, threads
 
+from nanovllm.kernels.cpu.checking import CHECKED
 from nanovllm.kernels.cpu.launch import recorder
 from nanovllm.kernels.cpu.recording import Arena, Recording
 from nanovllm.kernels.cpu.rms_norm import add_rms_norm, rms_norm
@@ -59,6 +60,7 @@ def test_replays_follow_the_inputs(number: int) -> None:
             assert result is recording.result and result.data_ptr() == place
 
 
+@pytest.mark.skipif(CHECKED, reason="checks keep all tensors")
 def test_memory_is_used_again_within_a_recording_and_between_recordings() -> None:
     x, weights = some(0)
     arena = WatchedArena()

@@ -54,7 +54,7 @@ def write_tensors(path: Path, tensors: dict[str, Any], architecture: str = "llam
 
 
 def greedy(model: Path, **options: Any) -> list[int]:
-    with make_tiny(model, **options) as llm:
+    with make_tiny(model, **{"quantization": "dequantize"} | options) as llm:
         return llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
@@ -368,7 +368,8 @@ def test_a_real_model_answers_as_transformers() -> None:
     [path] = Path(folder).glob("*.gguf")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32).eval()
     params = SamplingParams(temperature=0, max_tokens=64, logprobs=1)
-    with within(300), LLM(folder, device="cpu", kv_cache_memory_bytes=2**28) as llm:
+    options = {"device": "cpu", "quantization": "dequantize", "kv_cache_memory_bytes": 2**28}
+    with within(300), LLM(folder, **options) as llm:
         outputs = llm.chat(CHATS, params, use_tqdm=False)
     for output in outputs:
         prompt, answer = torch.tensor([output.prompt_token_ids]), output.outputs[0]

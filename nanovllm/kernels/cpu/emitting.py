@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
+from nanovllm import isa
 from nanovllm.kernels.cpu.checking import CHECK_SYMBOL, CHECKED
 
 LANES = 16
@@ -109,6 +110,38 @@ def spread(b: Any, value: Any, lanes: int = LANES) -> Any:
     first = b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
     zeros = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
     return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
+
+
+def from_half(b: Any, x: Any) -> Any:
+    """16 float16 as float32."""
+    if isa.level() != "generic":
+        return b.fpext(x, VF)
+    # Old CPUs lack the instruction, and LLVM would call a function that no library here has.
+    bits = b.zext(b.bitcast(x, ir.VectorType(I16, LANES)), VI)
+    size = b.shl(b.and_(bits, constant(0x7FFF, VI)), constant(13, VI))
+    value = b.bitcast(b.fmul(b.bitcast(size, VF), constant(2.0**112)), VI)
+    is_finite = b.icmp_signed("<", size, constant(0x7C00 << 13, VI))
+    value = b.select(is_finite, value, b.or_(size, constant(0x7F800000, VI)))
+    sign = b.shl(b.and_(bits, constant(0x8000, VI)), constant(16, VI))
+    return b.bitcast(b.or_(value, sign), VF)
+
+
+def to_half(b: Any, x: Any) -> Any:
+    """16 float32 as float16, rounded to nearest even; NaN stays NaN."""
+    half = ir.VectorType(F16, LANES)
+    if isa.level() != "generic":
+        return b.fptrunc(x, half)
+    bits = b.bitcast(x, VI)
+    size = b.and_(bits, constant(0x7FFFFFFF, VI))
+    odd = b.and_(b.lshr(size, constant(13, VI)), constant(1, VI))
+    value = b.lshr(b.add(size, b.add(odd, constant(0xFFF - (112 << 23), VI))), constant(13, VI))
+    small = b.bitcast(b.fadd(b.bitcast(size, VF), constant(0.5)), VI)  # the sum rounds where a half ends
+    is_small = b.icmp_signed("<", size, constant(113 << 23, VI))
+    value = b.select(is_small, b.sub(small, constant(126 << 23, VI)), value)
+    value = b.select(b.icmp_signed("<", size, constant(143 << 23, VI)), value, constant(0x7C00, VI))
+    value = b.select(b.icmp_signed(">", size, constant(0x7F800000, VI)), constant(0x7E00, VI), value)
+    sign = b.and_(b.lshr(bits, constant(16, VI)), constant(0x8000, VI))
+    return b.bitcast(b.trunc(b.or_(value, sign), ir.VectorType(I16, LANES)), half)
 
 
 def shuffle(b: Any, x: Any, y: Any, order: list[int]) -> Any:

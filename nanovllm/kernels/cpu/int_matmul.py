@@ -18,7 +18,7 @@ _VECTORS = 8  # blocks of 16 outputs of a program, at most
 _CLAIMS = 4  # programs for each thread, at least
 
 
-def _make_quantise(format: str, dtype: str) -> Callable[..., None]:
+def make_quantise(format: str, dtype: str) -> Callable[..., None]:
     from nanovllm.kernels.cpu import int_vectors
     from nanovllm.kernels.cpu import vectors as v
 
@@ -44,7 +44,7 @@ def _make_quantise(format: str, dtype: str) -> Callable[..., None]:
     return quantise_row
 
 
-def _make_product(format: str, dtype: str) -> Callable[..., None]:
+def make_product(format: str, dtype: str) -> Callable[..., None]:
     from numba import njit
 
     from nanovllm.kernels.cpu import int_vectors
@@ -117,7 +117,7 @@ def _make_product(format: str, dtype: str) -> Callable[..., None]:
     return product
 
 
-def _make_embed(format: str, dtype: str) -> Callable[..., None]:
+def make_embed(format: str, dtype: str) -> Callable[..., None]:
     from nanovllm.kernels.cpu import int_vectors
     from nanovllm.kernels.cpu import vectors as v
 
@@ -154,7 +154,7 @@ def _make_embed(format: str, dtype: str) -> Callable[..., None]:
     return embed
 
 
-_QUANTISE, _PRODUCT, _EMBED = Kernel(_make_quantise), Kernel(_make_product), Kernel(_make_embed)
+_QUANTISE, _PRODUCT, _EMBED = Kernel(make_quantise), Kernel(make_product), Kernel(make_embed)
 
 
 def int_linear(
@@ -210,8 +210,8 @@ def int_linear_reference(
 ) -> torch.Tensor:
     """`int_linear` in plain torch."""
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    scales = groups.abs().amax(-1, keepdim=True) / 127
-    rounded = torch.where(scales > 0, groups / scales, 0.0).round()
+    largest = groups.abs().amax(-1, keepdim=True)
+    scales, rounded = largest / 127, (groups * torch.where(largest > 0, 127 / largest, 0.0)).round()
     codes, numbers = weight.stored(0, weight.n)
     products = torch.einsum("tgk,ngk->gtn", rounded, levels(weight.format, codes))  # exact integers
     factors, numbers = scales.permute(1, 0, 2), numbers.float().permute(1, 2, 0)

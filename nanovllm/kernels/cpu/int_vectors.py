@@ -223,7 +223,9 @@ def _multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
 def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, groups: Any) -> list[Any]:
     """The product of each row with 16 outputs, groups in order: float32."""
     size, codes, numbers = _record(format), LANES * format.code_bytes, 2 * LANES * format.numbers
-    totals = [cgutils.alloca_once_value(b, constant(0.0)) for _ in rows]
+    totals = [cgutils.alloca_once(b, _VF) for _ in rows]
+    for total in totals:
+        b.store(constant(0.0), total)
     scales = b.add(weight, b.mul(groups, _number(codes)))
     with cgutils.for_range(b, groups) as loop:
         place = b.add(weight, b.mul(loop.index, _number(codes)))
@@ -258,10 +260,12 @@ def tile(name: str, rows: int) -> Any:
         kept = cgutils.alloca_once(b, ir.ArrayType(_VF, rows))
         first = b.ptrtoint(kept, _I64)
         step = min(rows, _MOST_ROWS.get(isa.level(), 4))
-        for start in range(0, rows, step):
-            own = [b.add(x, b.mul(stride, _number(row))) for row in range(start, start + step)]
+        with cgutils.for_range(b, _number(rows // step)) as loop:
+            begin = b.add(x, b.mul(b.mul(stride, _number(step)), loop.index))
+            own = [b.add(begin, b.mul(stride, _number(row))) for row in range(step)]
+            target = b.add(first, b.mul(loop.index, _number(4 * LANES * step)))
             for index, total in enumerate(_emit_tile(b, format, own, weight, groups)):
-                place = b.inttoptr(_at(b, first, 4 * LANES * (start + index)), _VF.as_pointer())
+                place = b.inttoptr(_at(b, target, 4 * LANES * index), _VF.as_pointer())
                 b.store(total, place).align = 1
         return first
 

@@ -12,7 +12,8 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -130,7 +131,7 @@ def _module(
 
     _say()
     _engine()  # numba loads what it compiles, and must find the symbols
-    with isa.compiling_for(level):
+    with _numba_for(level), isa.compiling_for(level):
         function = make(*variant)
         kinds = tuple(types.int64 for _ in range(function.__code__.co_argcount))
         signature = getattr(types, results)(*kinds)
@@ -148,6 +149,31 @@ def _module(
     passes.add_strip_dead_prototype_pass()
     passes.run(module, binding.create_pass_builder(machine, binding.create_pipeline_tuning_options()))
     return getattr(function, "note", ""), module, machine
+
+
+@contextmanager
+def _numba_for(level: str) -> Iterator[None]:
+    """Let numba generate code for another CPU, which it never runs: this one may lack instructions."""
+    if level == isa.level():
+        yield
+        return
+    from numba.core import config
+    from numba.core.codegen import JITCPUCodegen
+    from numba.core.registry import cpu_target
+
+    context = cpu_target.target_context
+    own = context._internal_codegen
+    names = {"CPU_NAME": _TARGETS.get(level, "generic"), "CPU_FEATURES": ""}
+    before = {name: getattr(config, name) for name in names}
+    try:
+        for name, value in names.items():
+            setattr(config, name, value)
+        context._internal_codegen = JITCPUCodegen("nanovllm")
+        yield
+    finally:
+        context._internal_codegen = own
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 def _say() -> None:

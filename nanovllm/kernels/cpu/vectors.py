@@ -60,7 +60,7 @@ def load_bf16(b: Any, p: Any) -> Any:
 
 @emitted(f32x16, i64)
 def load_f16(b: Any, p: Any) -> Any:
-    return b.fpext(load(b, p, _VH), _VF)
+    return e.from_half(b, load(b, p, _VH))
 
 
 @emitted(void, i64, f32x16)
@@ -75,7 +75,7 @@ def store_bf16(b: Any, p: Any, x: Any) -> None:
 
 @emitted(void, i64, f32x16)
 def store_f16(b: Any, p: Any, x: Any) -> None:
-    store(b, p, b.fptrunc(x, _VH))
+    store(b, p, e.to_half(b, x))
 
 
 def _partial(b: Any, kind: Any, p: Any, count: Any) -> Any:
@@ -114,7 +114,7 @@ def load_bf16_part(b: Any, p: Any, count: Any) -> Any:
 
 @emitted(f32x16, i64, i64)
 def load_f16_part(b: Any, p: Any, count: Any) -> Any:
-    return b.fpext(_partial(b, _VH, p, count), _VF)
+    return e.from_half(b, _partial(b, _VH, p, count))
 
 
 @emitted(void, i64, f32x16, i64)
@@ -129,7 +129,7 @@ def store_bf16_part(b: Any, p: Any, x: Any, count: Any) -> None:
 
 @emitted(void, i64, f32x16, i64)
 def store_f16_part(b: Any, p: Any, x: Any, count: Any) -> None:
-    _store_partial(b, p, b.fptrunc(x, _VH), count)
+    _store_partial(b, p, e.to_half(b, x), count)
 
 
 # By the name of a dtype: (load, store) of 16 elements, and (load, store) of the first `count` of them.
@@ -346,7 +346,7 @@ def round_bf16(b: Any, x: Any) -> Any:
 
 @emitted(f32x16, f32x16)
 def round_f16(b: Any, x: Any) -> Any:
-    return b.fpext(b.fptrunc(x, _VH), _VF)
+    return e.from_half(b, e.to_half(b, x))
 
 
 @emitted(f32x16, f32x16)

@@ -1,0 +1,192 @@
+"""The steps between projection and attention on a CPU: norm of heads, rotation, and the store of keys and
+values in the paged cache. A program is one token with all its heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty
+from nanovllm.kernels.cpu.team import team
+from nanovllm.kernels.paged import KVCache
+from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store_reference
+
+
+def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
+    """q_dtype, k_dtype: of the norms' weights; "" without a norm."""
+    from numba import njit
+
+    from nanovllm.kernels.cpu import vectors as v
+
+    (load, store), (load_part, store_part) = v.WHOLE[dtype], v.PART[dtype]
+    size, rounded = v.SIZES[dtype], v.ROUND[dtype]
+    has_q, has_k = q_dtype != "", k_dtype != ""
+    load_q, load_k = v.WHOLE[q_dtype or dtype][0], v.WHOLE[k_dtype or dtype][0]
+    load_q_part, load_k_part = v.PART[q_dtype or dtype][0], v.PART[k_dtype or dtype][0]
+    q_size, k_size = v.SIZES[q_dtype or dtype], v.SIZES[k_dtype or dtype]
+    add, sub, mul, fma, splat, total_of, square_root = v.add, v.sub, v.mul, v.fma, v.splat, v.total, v.sqrt
+    load_f32, store_f32, get_f32, set_f32 = v.load_f32, v.store_f32, v.get_f32, v.set_f32
+    get_i32, get_i64 = v.get_i32, v.get_i64
+
+    @njit(nogil=True, error_model="numpy")
+    def read(x: int, row: int, n: int) -> float:
+        """Copy a head to `row` in float32; return the sum of its squares."""
+        squares = splat(0.0)
+        for i in range(n // 16):
+            value = load(x + 16 * size * i)
+            store_f32(row + 64 * i, value)
+            squares = fma(value, value, squares)
+        if n % 16:
+            value = load_part(x + n // 16 * 16 * size, n % 16)
+            store_f32(row + n // 16 * 64, value)
+            squares = fma(value, value, squares)
+        return total_of(squares)
+
+    @njit(nogil=True, error_model="numpy")
+    def write(row: int, out: int, n: int, spoilt: float) -> None:
+        for i in range(n // 16):
+            store(out + 16 * size * i, add(load_f32(row + 64 * i), splat(spoilt)))
+        if n % 16:
+            last = add(load_f32(row + n // 16 * 64), splat(spoilt))
+            store_part(out + n // 16 * 16 * size, last, n % 16)
+
+    @njit(nogil=True, error_model="numpy")
+    def rotate(row: int, cos: int, n: int, turned: int, interleaved: int) -> None:
+        half = n // 2
+        sin = cos + 4 * half
+        if not interleaved and turned % 16 == 0 and half % 16 == 0:
+            for i in range(0, half, 16):
+                first = row + 4 * (i if i < turned else i + turned)
+                second = row + 4 * (i + turned if i < turned else i + half)
+                x, y, c, s = load_f32(first), load_f32(second), load_f32(cos + 4 * i), load_f32(sin + 4 * i)
+                store_f32(first, sub(mul(x, c), mul(y, s)))
+                store_f32(second, add(mul(y, c), mul(x, s)))
+            return
+        for i in range(turned):  # the other pairs have angle 0
+            first = row + (8 * i if interleaved else 4 * i)
+            second = row + (8 * i + 4 if interleaved else 4 * (i + turned))
+            a, b = get_f32(first), get_f32(second)
+            cosine, sine = get_f32(cos + 4 * i), get_f32(sin + 4 * i)
+            set_f32(first, a * cosine - b * sine)
+            set_f32(second, b * cosine + a * sine)
+
+    def qk_norm_rope_store(
+        q: Address,
+        k: Address,
+        values: Address,
+        positions: Address,
+        cos_sin: Address,
+        slots: Address,
+        q_weight: Address,
+        k_weight: Address,
+        out: Address,
+        k_cache: Address,
+        v_cache: Address,
+        scratch: Address,
+        scratch_bytes: int,
+        q_heads: int,
+        kv_heads: int,
+        n: int,
+        turned: int,
+        interleaved: int,
+        long_positions: int,
+        long_slots: int,
+        q_stride: int,
+        q_head: int,
+        k_stride: int,
+        k_head: int,
+        v_stride: int,
+        v_head: int,
+        page: int,
+        block_stride: int,
+        position_stride: int,
+        head_stride: int,
+        eps: float,
+        program: int,
+        thread: int,
+    ) -> None:
+        row = scratch + thread * scratch_bytes
+        position = get_i64(positions + 8 * program) if long_positions else get_i32(positions + 4 * program)
+        slot = get_i64(slots + 8 * program) if long_slots else get_i32(slots + 4 * program)
+        cos = cos_sin + 4 * n * position
+        whole, rest = n // 16, n % 16
+        for head in range(q_heads):
+            squares = read(q + (program * q_stride + head * q_head) * size, row, n)
+            if has_q:
+                factor = splat(1.0 / square_root(squares / n + eps))
+                for i in range(whole):
+                    x = rounded(mul(load_f32(row + 64 * i), factor))
+                    store_f32(row + 64 * i, rounded(mul(x, load_q(q_weight + 16 * q_size * i))))
+                if rest:
+                    x = rounded(mul(load_f32(row + 64 * whole), factor))
+                    w = load_q_part(q_weight + 16 * q_size * whole, rest)
+                    store_f32(row + 64 * whole, rounded(mul(x, w)))
+            rotate(row, cos, n, turned, interleaved)
+            write(row, out + (program * q_heads + head) * n * size, n, 0.0)
+        if slot < 0:
+            return
+        cell = (slot // page * block_stride + slot % page * position_stride) * size
+        for head in range(kv_heads):
+            x_row = values + (program * v_stride + head * v_head) * size
+            target = v_cache + cell + head * head_stride * size
+            read(x_row, row, n)
+            nothing = splat(0.0)
+            for i in range(0, n, 16):  # a scratch row is padded with 0
+                nothing = fma(load_f32(row + 4 * i), splat(0.0), nothing)
+            spoilt = total_of(nothing)  # NaN, or 0
+            if spoilt != spoilt:
+                for i in range(n):
+                    x = get_f32(row + 4 * i)
+                    if x - x != 0.0:
+                        set_f32(row + 4 * i, 0.0)
+            write(row, target, n, 0.0)
+            squares = read(k + (program * k_stride + head * k_head) * size, row, n)
+            if has_k:
+                factor = splat(1.0 / square_root(squares / n + eps))
+                for i in range(whole):
+                    x = rounded(mul(load_f32(row + 64 * i), factor))
+                    store_f32(row + 64 * i, rounded(mul(x, load_k(k_weight + 16 * k_size * i))))
+                if rest:
+                    x = rounded(mul(load_f32(row + 64 * whole), factor))
+                    w = load_k_part(k_weight + 16 * k_size * whole, rest)
+                    store_f32(row + 64 * whole, rounded(mul(x, w)))
+            rotate(row, cos, n, turned, interleaved)
+            write(row, k_cache + cell + head * head_stride * size, n, spoilt)
+
+    return qk_norm_rope_store
+
+
+_KERNEL = Kernel(_make)
+
+
+def qk_norm_rope_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotation: Rotation,
+    cache: KVCache,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """`qk_norm_rope_store` of kernels/rotary.py; an FP8 cache is the reference's."""
+    if cache.k_scale is not None:
+        return qk_norm_rope_store_reference(q, k, v, rotation, cache, slot_mapping)
+    positions, cos_sin, q_weight, k_weight, eps = rotation[:5]
+    tokens, q_heads, head_dim = q.shape
+    assert q.stride(2) == 1 and k.stride(2) == 1 and v.stride(2) == 1 and cos_sin.is_contiguous()
+    assert cache.k.stride(3) == 1 and cache.k.stride() == cache.v.stride() and cache.k.dtype == q.dtype
+    long_positions, long_slots = (int(each.dtype == torch.int64) for each in (positions, slot_mapping))
+    out = empty(q.shape, q.dtype)
+    scratch_bytes = -(-head_dim // 16) * 64
+    scratch = empty((team().size, scratch_bytes), torch.uint8)
+    q_dtype, k_dtype = ("" if weight is None else DTYPES[weight.dtype] for weight in (q_weight, k_weight))
+    _KERNEL.launch(
+        (DTYPES[q.dtype], q_dtype, k_dtype),
+        tokens,
+        *(q, k, v, positions, cos_sin, slot_mapping, q_weight, k_weight, out, cache.k, cache.v, scratch),
+        *(scratch_bytes, q_heads, k.shape[1], head_dim, (rotation.rotary or head_dim) // 2),
+        *(int(rotation.interleaved), long_positions, long_slots, *q.stride()[:2], *k.stride()[:2]),
+        *(*v.stride()[:2], cache.k.shape[1], *cache.k.stride()[:3], eps),
+    )
+    return out

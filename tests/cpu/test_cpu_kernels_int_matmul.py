@@ -1,0 +1,175 @@
+"""Products of integers on CPUs: against plain torch, packed exactly, and the same bits in any batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import isa
+from nanovllm.kernels.cpu import int_matmul, native
+from nanovllm.kernels.cpu.int_layout import FORMATS, IntWeight, dequantised, from_blocks, quantised
+from nanovllm.kernels.cpu.int_matmul import int_embed, int_linear, int_linear_reference
+from nanovllm.kernels.cpu.team import num_threads
+
+pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")
+
+SIZES = [(16, 32), (1, 64), (100, 576), (33, 1000), (130, 1024), (17, 48)]  # n, k
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Float32 sums, and the result's own rounding.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def packed(name: str, n: int, k: int, seed: int = 0) -> IntWeight:
+    torch.manual_seed(seed)
+    weight = IntWeight.zeros(FORMATS[name], n, k)
+    weight.store(0, *quantised(FORMATS[name], torch.randn(n, k)))
+    return weight
+
+
+def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    found, wanted = found.float(), wanted.float()
+    return ((found - wanted).norm(dim=1).max() / wanted.norm(dim=1).mean()).item()
+
+
+def check_all() -> None:
+    """Every format, size and dtype on this CPU's level, or on the one that is forced."""
+    for name in FORMATS:
+        for n, k in SIZES:
+            weight = packed(name, n, k)
+            for dtype in DTYPES if name == "Q4_1" else DTYPES[:1]:
+                for rows in (1, 2, 7, 70):
+                    x = torch.randn(rows, k + 3).to(dtype)[:, :k]  # rows that are not contiguous
+                    bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n + 5).to(dtype)[:, :n]
+                    for extra in ((None, None), (bias, None), (bias, residual)):
+                        found, wanted = int_linear(x, weight, *extra), int_linear_reference(x, weight, *extra)
+                        assert found.dtype == dtype and found.shape == (rows, n)
+                        assert far(found, wanted) < TOLERANCE[dtype], (name, n, k, dtype, rows)
+            ids = torch.randint(n, (9,))
+            for dtype in DTYPES if name == "Q4_1" else DTYPES[:1]:
+                assert torch.equal(int_embed(ids, weight, dtype), weight.dense()[ids].to(dtype))
+
+
+def test_products_and_rows_are_those_of_plain_torch() -> None:
+    check_all()
+
+
+def in_subprocess(code: str, **variables: str) -> str:
+    program = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n{code}"
+    environment = os.environ | variables
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+CODE = """
+import test_cpu_kernels_int_matmul as t
+t.check_all()
+print(t.bits())
+"""
+
+
+def bits() -> list[int]:
+    """Integer sums of products without float rounding: scales are powers of 2."""
+    total = []
+    for name in FORMATS:
+        weight = IntWeight.zeros(FORMATS[name], 40, 96)
+        codes = torch.randint(0, 256, (40, 3, FORMATS[name].code_bytes), dtype=torch.uint8, generator=seeded())
+        weight.store(0, codes, torch.full((40, 3, FORMATS[name].numbers), 0.5, dtype=torch.float16))
+        x = torch.randint(-127, 128, (5, 96), generator=seeded()).float()
+        x[:, ::32] = 127.0  # so the scale is 1
+        total.append(int(int_linear(x, weight).double().mul(2).remainder(1e9).sum()))
+        assert torch.equal(int_linear(x, weight), x @ weight.dense().T)
+    return total
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("level", [each for each in isa.NEEDS if isa.NEEDS[each] <= isa.cpu_features()])
+def test_every_level_that_runs_here(level: str) -> None:
+    """The largest codes too: no sum of two products is cut off. With every address checked."""
+    found = in_subprocess(CODE, NANOVLLM_CPU_ISA=level, NANOVLLM_CPU_CHECK="1")
+    assert found.strip() == str(bits())
+
+
+def test_extreme_codes_are_exact() -> None:
+    for name in FORMATS:
+        for byte in (0x00, 0x80, 0xFF, 0xF0, 0x0F):
+            weight = IntWeight.zeros(FORMATS[name], 16, 64)
+            codes = torch.full((16, 2, FORMATS[name].code_bytes), byte, dtype=torch.uint8)
+            weight.store(0, codes, torch.ones(16, 2, FORMATS[name].numbers, dtype=torch.float16))
+            for value in (127.0, -127.0):
+                x = torch.full((3, 64), value)
+                assert torch.equal(int_linear(x, weight), x @ weight.dense().T), (name, byte, value)
+
+
+@pytest.mark.parametrize("level", ["avx512_bf16", "avx512"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_code_for_other_cpus_has_the_dot_product(name: str, level: str) -> None:
+    text = native.assembly(int_matmul.make_product, (name, "float32"), "void", level)
+    assert ("vpdpbusd" in text) == (level == "avx512_bf16")
+    if level == "avx512":
+        assert ("vpmaddubsw" if "4" in name else "vpmaddwd") in text
+    assert "zmm" in text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bits_depend_on_no_other_row_and_no_thread(name: str) -> None:
+    weight = packed(name, 200, 576)
+    x = torch.randn(75, 576)
+    whole = int_linear(x, weight)
+    for row in (0, 9, 63, 64, 74):
+        assert torch.equal(int_linear(x[row : row + 1], weight)[0], whole[row])
+    assert torch.equal(int_linear(x[3:40], weight), whole[3:40])
+    for threads in (1, 2, 3):
+        token = num_threads.set(threads)
+        assert torch.equal(int_linear(x, weight), whole)
+        num_threads.reset(token)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packing_keeps_what_is_stored(name: str) -> None:
+    """Blocks as the package gguf writes them, at any row, through packing and back."""
+    values = np.random.default_rng(0).normal(size=(53, 320)).astype(np.float32)
+    kind = gguf.GGMLQuantizationType[name]
+    raw = gguf.quants.quantize(values, kind)
+    codes, scales = from_blocks(FORMATS[name], torch.from_numpy(raw).view(53, 10, -1))
+    exact = torch.from_numpy(gguf.quants.dequantize(raw, kind).copy())
+    assert torch.equal(dequantised(FORMATS[name], codes, scales), exact)
+    weight = IntWeight.zeros(FORMATS[name], 70, 320)
+    weight.store(5, codes[:30], scales[:30])
+    weight.store(35, codes[30:], scales[30:])
+    assert torch.equal(weight.dense()[5:58], exact)
+    assert not weight.dense()[:5].any() and not weight.dense()[58:].any()
+    for found, wanted in zip(weight.stored(5, 53), (codes, scales), strict=True):
+        assert torch.equal(found, wanted)
+    assert torch.equal(weight.first_rows(40).dense(), weight.dense()[:40])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantising_is_at_least_as_exact_as_ggufs(name: str) -> None:
+    values = np.random.default_rng(1).normal(size=(64, 256)).astype(np.float32)
+    kind = gguf.GGMLQuantizationType[name]
+    theirs = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+    ours = dequantised(FORMATS[name], *quantised(FORMATS[name], torch.from_numpy(values))).numpy()
+    limit = 1.01 if name == "Q8_0" else 0.97
+    assert np.square(ours - values).sum() < limit * np.square(theirs - values).sum()
+
+
+def test_values_that_are_not_finite_and_rows_of_zeros() -> None:
+    weight = packed("Q8_0", 20, 64)
+    x = torch.randn(4, 64)
+    x[1, 40], x[2, 3], x[3] = float("nan"), float("inf"), 0.0
+    found = int_linear(x, weight)
+    assert found[0].isfinite().all() and not found[1].isfinite().any() and not found[2].isfinite().any()
+    assert torch.equal(found[3], torch.zeros(20))
+    assert torch.equal(int_linear(torch.full((1, 64), 1e-38), weight), torch.zeros(1, 20))
+    assert int_linear(torch.empty(0, 64), weight).shape == (0, 20)
