@@ -35,7 +35,10 @@ USES_TORCH_DISTRIBUTED = {"distributed"}
 USES_TRITON = {"kernels"}
 COMPILERS = {"numba", "llvmlite"}
 # Others import them where they compile.
-ALWAYS_COMPILE = {f"kernels.cpu.{name}" for name in ("vectors", "vector_math", "emitting")}
+ALWAYS_COMPILE = {
+    f"kernels.cpu.{name}"
+    for name in ("vectors", "vector_math", "emitting", "tiles", "int_vectors", "attention_tiles")
+}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.stat().st_size)
 
 

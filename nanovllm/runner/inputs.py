@@ -277,15 +277,19 @@ class Staging:
                 cells[tuple([slice(length) for length in array.shape])] = array
             places.append((first, shape))
 
-        def view(column: Column, _: np.ndarray) -> torch.Tensor:
-            start, shape = next(rest)
-            return self._columns[column.dtype][start : start + prod(shape)].view(shape)
+        def tensors() -> StepInputs[torch.Tensor]:
+            rest = iter(places)
+
+            def view(column: Column, _: np.ndarray) -> torch.Tensor:
+                start, shape = next(rest)
+                return self._columns[column.dtype][start : start + prod(shape)].view(shape)
+
+            return map_columns(inputs, view)
 
         places: list[tuple[int, tuple[int, ...]]] = []
         map_columns(inputs, put)
-        rest = iter(places)
         self._buffer[: end // 4].copy_(host[: end // 4], non_blocking=True)
-        return lambda: map_columns(inputs, view)
+        return tensors
 
     def receive(self, tensors: StepTensors) -> StepHandle:
         """Queue the copy of a step's outputs to the host, and switch to the other host buffer."""

@@ -66,7 +66,7 @@ def make_random() -> tuple[Callable[..., Any], Callable[..., Any], Callable[...,
 
     @njit(nogil=True, error_model="numpy")
     def draw_listed(ids: Any, weights: Any, count: Any, word: Any) -> Any:
-        """The place of a token of the list: first a segment of the vocabulary is drawn, then a token of it."""
+        """The place of a token of the list: first draws a segment of the vocabulary, then a token of it."""
         total, start = 0.0, 0
         while start < count:
             end = segment_end(ids, start, count)
@@ -171,7 +171,7 @@ def make_lists(dtype: str) -> tuple[Callable[..., Any], ...]:
 
     @njit(nogil=True, error_model="numpy")
     def keep_before(values: Any, ids: Any, weights: Any, count: Any, floor: Any, last: Any, ties: Any) -> Any:
-        """Keep the tokens above `floor`, and of those with this logit the ones up to id `last`, at most `ties`
+        """Keep the tokens above `floor`, and those with this logit up to id `last`, at most `ties`
         of them; return the number of tokens."""
         kept = 0
         for i in range(count):
