@@ -7,6 +7,7 @@ A weight [N, K] is packed into blocks of 64 columns of the product: [blocks, K, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -78,7 +79,7 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
     group_bytes = 32 if weight == "float16" else 64
     block_bytes = columns * v.SIZES[weight]
     lines = ["def tiles(rows, sums, x, x_stride, w, steps):"]
-    scope: dict[str, object] = {}
+    scope: dict[str, Any] = {}
     for rows in range(1, most + 1):
         groups = groups_of(rows)
         scope[f"tile{rows}"] = make_tile(rows, groups, activation, weight)

@@ -12,18 +12,8 @@ from typing import Any
 from llvmlite import ir
 
 from nanovllm import isa
-from nanovllm.kernels.cpu.vectors import (
-    constant,
-    emit_dot_bf16,
-    emit_high,
-    emit_low,
-    emitted,
-    i64,
-    load,
-    spread,
-    store,
-    void,
-)
+from nanovllm.kernels.cpu.emitting import call, constant, emitted, i64, load, spread, store, void
+from nanovllm.kernels.cpu.vectors import emit_dot_bf16, emit_high, emit_low
 
 COLUMNS = 64  # of a block of a packed weight
 _WORD, _FLOAT, _INT = ir.IntType(64), ir.FloatType(), ir.IntType(32)
@@ -77,10 +67,9 @@ def _at(b: Any, address: Any, offset: int) -> Any:
     return b.add(address, ir.Constant(_WORD, offset)) if offset else address
 
 
-def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
-    kind = ir.FunctionType(_VF, [_VF] * 3)
-    function = b.module.globals.get("llvm.fma.v16f32") or ir.Function(b.module, kind, "llvm.fma.v16f32")
-    return b.call(function, [x, y, z])
+def _add_product(b: Any, total: Any, x: Any, y: Any) -> Any:
+    """total + x * y, rounded once."""
+    return call(b, "llvm.fma.v16f32", _VF, x, y, total)
 
 
 def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
@@ -99,22 +88,18 @@ def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
         if weight == "float16":
             columns = [b.fpext(load(b, _at(b, w, 32 * group), _VH), _VF) for group in range(groups)]
         else:
-            kind = _VI if pairs else _VF
-            columns = [load(b, _at(b, w, 64 * group), kind) for group in range(groups)]
+            columns = [load(b, _at(b, w, 64 * group), _VI if pairs else _VF) for group in range(groups)]
         halves = [columns]
         if pairs and activation != "bfloat16":
             halves = [[half(b, each) for each in columns] for half in (emit_low, emit_high)]
+        multiply = emit_dot_bf16 if activation == "bfloat16" else _add_product
+        kind = _INT if activation == "bfloat16" else _FLOAT
         for row in range(rows):
             for index, half in enumerate(halves):
-                kind = _INT if activation == "bfloat16" else _FLOAT
                 value = spread(b, load(b, _at(b, x[row], 4 * index), kind))
                 for group in range(groups):
                     place = row * groups + group
-                    multiply = emit_dot_bf16 if activation == "bfloat16" else None
-                    if multiply is not None:
-                        sums[place] = multiply(b, sums[place], value, half[group])
-                    else:
-                        sums[place] = _fma(b, value, half[group], sums[place])
+                    sums[place] = multiply(b, sums[place], value, half[group])
         return sums
 
     def tile(b: Any, out: Any, x: Any, x_stride: Any, w: Any, steps: Any) -> None:
