@@ -1,7 +1,5 @@
-"""Products with weights of 8 and 4 bits on a CPU: each group of 32 values of a row of x becomes int8.
-
-Sums over a group are integers, and the groups are added in their order in float32. So a row depends on no
-other row.
+"""Products with weights of 8 and 4 bits on a CPU: each group of 32 values of a row of x becomes int8, sums
+over a group are integers, and the groups are added in their order in float32. A row depends on no other row.
 """
 
 from __future__ import annotations
