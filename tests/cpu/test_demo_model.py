@@ -54,7 +54,8 @@ def test_accuracy_holds_under_preemption_and_chunks() -> None:
     """Too few blocks for the batch and tiny chunks: the answers stay the same although sequences are
     preempted.
     """
-    options = {"device": "cpu", "num_kvcache_blocks": 40, "max_num_batched_tokens": 50, "max_num_seqs": 24}
+    cache = {"num_kvcache_blocks": 40, "kvcache_block_size": 16}
+    options = {"device": "cpu", "max_num_batched_tokens": 50, "max_num_seqs": 24, **cache}
     with CheckedLLM(demo_model_path(), **options) as llm:
         assert evaluate(llm, 80, seed=2)["overall"] >= 0.95
         assert sum(seq.num_preemptions > 0 for seq in llm.sequences) >= 5

@@ -78,7 +78,7 @@ def test_gelu(activation: Activation, dtype: torch.dtype) -> None:
     wanted = torch.nn.functional.gelu(gate, approximate=approximate).to(dtype).double() * up
     for run in (silu_and_mul_triton, silu_and_mul_reference):
         assert_near(run(x, kind), wanted)
-    assert torch.equal(activation.and_mul(x), silu_and_mul_reference(x, kind))
+    assert_near(activation.and_mul(x), wanted)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
@@ -92,7 +92,7 @@ def test_clamped_swiglu(dtype: torch.dtype) -> None:
     for run in (silu_and_mul_triton, silu_and_mul_reference):
         assert_near(run(x, "clamped"), wanted)
         assert run(torch.full((1, 2), torch.nan), "clamped").isnan().all()
-    assert torch.equal(Activation.CLAMPED.and_mul(x), silu_and_mul_reference(x, "clamped"))
+    assert_near(Activation.CLAMPED.and_mul(x), wanted)
     with pytest.raises(ValueError, match="'' is not supported; supported: 'silu', 'gelu', 'gelu_pytorch"):
         Activation.of("")
 

@@ -23,7 +23,7 @@ def _make(dtype: str, kind: str) -> Callable[..., None]:
 
     (load, store), (load_part, store_part) = v.WHOLE[dtype], v.PART[dtype]
     add, sub, mul, div, splat, minimum, maximum = v.add, v.sub, v.mul, v.div, v.splat, v.minimum, v.maximum
-    exp, erf, rounded, size, piece = v.exp, m.erf, v.ROUND[dtype], v.SIZES[dtype], _PIECE
+    exp, erfc, rounded, size, piece = v.exp, m.erfc, v.ROUND[dtype], v.SIZES[dtype], _PIECE
     alpha, limit, root, cubic = (float32(each) for each in (_ALPHA, _LIMIT, _ROOT, _CUBIC))
     one, half, root_half = float32(1.0), float32(0.5), float32(0.5**0.5)
 
@@ -34,7 +34,7 @@ def _make(dtype: str, kind: str) -> Callable[..., None]:
             up = add(minimum(splat(limit), maximum(splat(-limit), up)), splat(one))
             return mul(div(gate, add(splat(one), exp(mul(gate, splat(-alpha))))), up)
         if kind == "erf":
-            active = mul(mul(gate, splat(half)), add(erf(mul(gate, splat(root_half))), splat(one)))
+            active = mul(mul(gate, splat(half)), erfc(mul(gate, splat(-root_half))))
         elif kind == "tanh":  # 1 + tanh(x) is 2 / (1 + exp(-2 x))
             inner = add(gate, mul(mul(mul(gate, gate), gate), splat(cubic)))
             active = div(gate, add(splat(one), exp(mul(inner, splat(-root - root)))))
