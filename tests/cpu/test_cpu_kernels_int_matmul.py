@@ -94,6 +94,7 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("level", [each for each in isa.NEEDS if isa.NEEDS[each] <= isa.cpu_features()])
 def test_every_level_that_runs_here(level: str) -> None:
     """The largest codes too: no sum of two products is cut off. With every address checked."""

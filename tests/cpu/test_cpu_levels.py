@@ -23,9 +23,9 @@ OTHERS = [name for name in isa.NEEDS if name not in OWN]
 COMPILE = f"""
 import sys, pytest
 sys.path.insert(0, {str(HERE)!r})
-from test_cpu_levels import FILES, kernels
+from test_cpu_levels import kernels
 levels, sys.argv[1:] = LEVELS, []
-assert pytest.main(["-q", "-x", "-n0", "-p", "no:cacheprovider", *map(str, FILES)]) == 0
+assert pytest.main(["-q", "-x", "-n0", "-p", "no:cacheprovider", *TESTS]) == 0
 found = [each for each in kernels() if each.variants]
 assert found
 for each in found:
@@ -34,6 +34,9 @@ for each in found:
         print(each.name, level, "zmm" in text, "ymm" in text)
 """
 FILES = sorted(HERE.glob("test_cpu_kernels_*.py"))
+# Each level compiles every kernel anew: a few kernels in each run, all of them with -m full.
+FEW = [HERE / f"test_cpu_kernels_{name}.py" for name in ("norm", "activation", "dtypes")]
+WHOLE = [pytest.param(FEW, id="few"), pytest.param(FILES, id="all", marks=pytest.mark.full)]
 
 
 def kernels() -> Iterator[Kernel]:
@@ -50,14 +53,17 @@ def test_every_kernel_is_found() -> None:
     assert "nanovllm.kernels.cpu.rms_norm._make" in names and len(set(names)) == len(names)
 
 
+@pytest.mark.parametrize("files", WHOLE)
 @pytest.mark.parametrize("level", [each for each in OWN if each != isa.level()])
-def test_kernels_of_other_levels_that_this_cpu_has(level: str) -> None:
-    arguments = "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *map(str, FILES)
+def test_kernels_of_other_levels_that_this_cpu_has(level: str, files: list[Path]) -> None:
+    arguments = "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *map(str, files)
     finish(start("", *arguments, NANOVLLM_CPU_ISA=level))
 
 
-def test_kernels_of_other_levels_compile() -> None:
-    lines, _ = finish(start(COMPILE.replace("LEVELS", repr(OTHERS or OWN))))
+@pytest.mark.parametrize("files", WHOLE)
+def test_kernels_of_other_levels_compile(files: list[Path]) -> None:
+    code = COMPILE.replace("LEVELS", repr(OTHERS or OWN)).replace("TESTS", repr([*map(str, files)]))
+    lines, _ = finish(start(code))
     found = [line.split() for line in lines if line.startswith("nanovllm.kernels.cpu.")]
     assert {level for _, level, _, _ in found} == set(OTHERS or OWN)
     wide = {level for _, level, zmm, _ in found if zmm == "True"}
