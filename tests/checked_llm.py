@@ -77,7 +77,8 @@ def logits_of(
     def recorded(run: Any) -> Any:
         def record(*args: Any) -> Any:
             result = run(*args)
-            steps.append(result[0] if isinstance(result, tuple) else result)
+            if result is not None:  # it may be that a step cannot be recorded; then it runs the model
+                steps.append(result[0] if isinstance(result, tuple) else result)
             return result
 
         return record
@@ -97,6 +98,8 @@ def logits_of(
         patch.setattr(runner, "run_model", recorded(runner.run_model))
         for graphs in runner.graphs.values():
             patch.setattr(graphs, "replay", recorded(graphs.replay))
+        if runner.recorded is not None:
+            patch.setattr(runner.recorded, "run", recorded(runner.recorded.run))
         output = llm.generate(prompts, params, use_tqdm=False)[index]
     assert len(kept) == len(output["token_ids"])
     return torch.stack(kept), output["token_ids"]

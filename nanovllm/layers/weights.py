@@ -102,11 +102,19 @@ def allocate(model: nn.Module, options: WeightOptions, quant: QuantConfig) -> No
     """
     for path, layer in _layers(model):
         layer.allocate(path, options, quant)
-    for name, weight in model.named_parameters():
-        if options.deterministic and weight.dim() > 1 and not is_aligned(weight.flatten(0, -2)):
+    for path, layer in _layers(model) if options.deterministic else ():
+        method = getattr(layer, "method", None)
+        if method is None or method.deterministic_needs_alignment:
+            _check_rows(path, layer)
+
+
+def _check_rows(path: str, layer: WeightLayer) -> None:
+    """Raise ValueError with the weight's name if its rows are not aligned."""
+    for name, weight in layer.named_parameters(path, recurse=False):
+        if weight.dim() > 1 and not is_aligned(weight.flatten(0, -2)):
             raise ValueError(
                 f"deterministic=True needs weights whose rows are multiples of 16 bytes; rows of "
-                f"{name.removesuffix('.weight')} have {weight.shape[-1]} elements of {options.dtype}"
+                f"{name.removesuffix('.weight')} have {weight.shape[-1]} elements of {layer.options.dtype}"
             )
 
 

@@ -271,6 +271,9 @@ class LinearMethod(WeightMethod):
     A subclass defines how to create, load and apply. It may override the fused products.
     """
 
+    # Whether its products give a row the same bits in any step only if rows of a weight are aligned.
+    deterministic_needs_alignment = True
+
     def on(self, shape: tuple[int, ...], options: WeightOptions) -> LinearMethod:
         """The method for a weight of this shape on this device, if another one suits it better."""
         return self

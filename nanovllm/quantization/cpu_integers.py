@@ -37,6 +37,7 @@ class _Blocks(Protocol):
 class IntegerLinearMethod(LinearMethod):
     """x @ weight^T with integers. Blocks of a file in the same format are kept bit for bit."""
 
+    deterministic_needs_alignment = False
     weight: IntWeight
 
     def __init__(self, format: str, as_stored: bool = False) -> None:

@@ -30,6 +30,7 @@ class PackedLinearMethod(LinearMethod):
     With `fuse` a product adds itself to the residual: the sum is rounded once.
     """
 
+    deterministic_needs_alignment = False
     weight: nn.Parameter  # packed, see `kernels/cpu/matmul.py`
 
     def create(
@@ -117,7 +118,7 @@ class PackedLinearMethod(LinearMethod):
 
 def _is_exact(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether `dtype` holds all values; any NaN is one."""
-    return all(
+    return values.dtype == dtype or all(
         torch.equal(wide, narrow) or bool(((wide == narrow) | (wide.isnan() & narrow.isnan())).all())
         for wide, narrow in ((part.float(), part.to(dtype).float()) for part in values.split(2048))
     )

@@ -38,6 +38,15 @@ def build(folder: Path, tp: TPGroup | None = None, dtype: torch.dtype = torch.fl
     return model
 
 
+def weights(model: DecoderForCausalLM) -> Tensors:
+    """Every parameter by name, in the dtype in which it is stored; a packed weight as it was loaded."""
+    found: Tensors = dict(model.named_parameters())
+    for path, layer in model.named_modules():
+        if f"{path}.weight" in found and hasattr(layer, "method"):
+            found[f"{path}.weight"] = layer.method.dense()
+    return found
+
+
 def edit_weights(folder: Path, edit: Callable[[Tensors], Any]) -> None:
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
@@ -62,16 +71,16 @@ def test_every_parameter_is_loaded(tmp_path: Path, tied: bool) -> None:
     model = build(folder)
     load_weights(model, folder)
     stored = load_file(folder / "model.safetensors")
-    total = sum(parameter.numel() for parameter in model.parameters())
-    assert total == sum(tensor.numel() for tensor in stored.values())
-    assert not any(parameter.isnan().any() for parameter in model.parameters())
+    found = weights(model).values()
+    assert sum(weight.numel() for weight in found) == sum(tensor.numel() for tensor in stored.values())
+    assert not any(weight.isnan().any() for weight in found)
     attention = model.model.layers[1].self_attn
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
-    assert torch.equal(attention.qkv_proj.weight, torch.cat([stored[name] for name in names]))
-    head, embedding = model.lm_head.method.weight, model.model.embed_tokens.weight
+    assert torch.equal(attention.qkv_proj.method.dense(), torch.cat([stored[name] for name in names]))
+    head, embedding = model.lm_head.method.weight, model.model.embed_tokens.method.weight
     assert (head.data_ptr() == embedding.data_ptr()) == tied
     if not tied:
-        assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
+        assert torch.equal(model.lm_head.method.dense(), stored["lm_head.weight"])
 
 
 def test_weights_are_cast_to_the_models_dtype(tmp_path: Path) -> None:
@@ -79,12 +88,13 @@ def test_weights_are_cast_to_the_models_dtype(tmp_path: Path) -> None:
     model = build(folder, dtype=torch.bfloat16)
     load_weights(model, folder)
     stored = load_file(folder / "model.safetensors")["lm_head.weight"]
-    assert torch.equal(model.lm_head.weight, stored.bfloat16())
+    assert torch.equal(model.lm_head.method.dense(), stored.bfloat16())
 
 
 def same_weights(model: DecoderForCausalLM, other: DecoderForCausalLM) -> bool:
-    pairs = zip(model.named_parameters(), other.named_parameters(), strict=True)
-    return all(name == twin and torch.equal(tensor, copy) for (name, tensor), (twin, copy) in pairs)
+    one, two = weights(model), weights(other)
+    assert one.keys() == two.keys()
+    return all(each.dtype == two[name].dtype and torch.equal(each, two[name]) for name, each in one.items())
 
 
 def two_checkpoints(tmp_path: Path) -> list[Path]:
@@ -100,6 +110,23 @@ def test_a_second_load_gives_a_fresh_model(tmp_path: Path, dtype: torch.dtype) -
     assert not same_weights(*fresh)
     model = build(folders[0], dtype=dtype)
     for index in (0, 1, 1, 0):
+        load_weights(model, folders[index])
+        assert same_weights(model, fresh[index])
+
+
+def test_a_load_of_another_dtype_gives_a_fresh_model(tmp_path: Path) -> None:
+    """Also where a model in float32 stores weights in the dtype of their tensors."""
+    folders = []
+    for seed, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
+        folders.append(write_tiny_model(tmp_path / str(seed), "llama", seed=seed))
+        edit_weights(folders[-1], lambda t, dtype=dtype: t.update({k: v.to(dtype) for k, v in t.items()}))
+    fresh = [build(folder) for folder in folders]
+    for model, folder in zip(fresh, folders, strict=True):
+        load_weights(model, folder)
+        stored = load_file(folder / "model.safetensors")["lm_head.weight"]
+        assert torch.equal(model.lm_head.method.dense().float(), stored.float())
+    model = build(folders[0])
+    for index in (0, 1, 2, 0, 2, 1, 0):
         load_weights(model, folders[index])
         assert same_weights(model, fresh[index])
 
@@ -153,17 +180,17 @@ def test_ranks_hold_the_whole_model_between_them(tmp_path: Path, ranks: int) -> 
             if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
                 assert torch.equal(parameter, whole.get_parameter(name)), name
     rows = shards[0].model.embed_tokens.rows
-    tables = [shard.model.embed_tokens.weight for shard in shards]
+    tables = [shard.model.embed_tokens.method.dense() for shard in shards]
     table = torch.cat([part[:rows] for part in tables])
-    assert torch.equal(table[:VOCAB_SIZE], whole.model.embed_tokens.weight)
+    assert torch.equal(table[:VOCAB_SIZE], whole.model.embed_tokens.method.dense())
     assert (table[VOCAB_SIZE:] == 0).all()
     for part in tables:
         assert len(part) == rows + (ranks > 1)
         assert (part[rows:] == 0).all()
-    down = torch.cat([shard.model.layers[0].mlp.down_proj.weight for shard in shards], dim=1)
-    assert torch.equal(down, whole.model.layers[0].mlp.down_proj.weight)
-    gate = torch.cat([shard.model.layers[0].mlp.gate_up_proj.weight.chunk(2)[0] for shard in shards])
-    assert torch.equal(gate, whole.model.layers[0].mlp.gate_up_proj.weight.chunk(2)[0])
+    down = torch.cat([shard.model.layers[0].mlp.down_proj.method.dense() for shard in shards], dim=1)
+    assert torch.equal(down, whole.model.layers[0].mlp.down_proj.method.dense())
+    gate = torch.cat([shard.model.layers[0].mlp.gate_up_proj.method.dense().chunk(2)[0] for shard in shards])
+    assert torch.equal(gate, whole.model.layers[0].mlp.gate_up_proj.method.dense().chunk(2)[0])
 
 
 def test_a_size_that_cannot_be_split_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
@@ -185,7 +212,7 @@ def test_harmless_extra_tensors_are_ignored(tmp_path: Path) -> None:
     )
     model = build(folder)
     load_weights(model, folder)
-    assert not any(parameter.isnan().any() for parameter in model.parameters())
+    assert not any(weight.isnan().any() for weight in weights(model).values())
 
 
 def test_weights_of_another_format_beside_the_index_are_not_read(tmp_path: Path) -> None:
@@ -325,7 +352,7 @@ def test_dummy_weights_depend_only_on_the_seed(tmp_path: Path) -> None:
     models = [build(folder) for _ in range(3)]
     for model, seed in zip(models, (0, 0, 1), strict=True):
         init_dummy_weights(model, seed)
-    states = [model.state_dict() for model in models]
+    states = [weights(model) for model in models]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     embedding = states[0]["model.embed_tokens.weight"]
     assert not torch.equal(embedding, states[2]["model.embed_tokens.weight"])
@@ -342,5 +369,5 @@ def test_dummy_weights_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> N
     whole, shards = build(folder), [build(folder, TPGroup(rank, 2)) for rank in range(2)]
     for model in (whole, *shards):
         init_dummy_weights(model, 7)
-    down = torch.cat([shard.model.layers[1].mlp.down_proj.weight for shard in shards], dim=1)
-    assert torch.equal(down, whole.model.layers[1].mlp.down_proj.weight)
+    down = torch.cat([shard.model.layers[1].mlp.down_proj.method.dense() for shard in shards], dim=1)
+    assert torch.equal(down, whole.model.layers[1].mlp.down_proj.method.dense())

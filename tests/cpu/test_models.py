@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_models import FAMILIES, edit_json, transformers_greedy, transformers_logits, write_tiny_model
 
+from nanovllm import isa
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.attention.base import PrefillRanges, StepMetadata
 from nanovllm.distributed.group import TPGroup
@@ -117,11 +118,22 @@ def test_the_last_layer_computes_only_wanted_rows(tmp_path: Path) -> None:
 
 
 def test_deterministic_needs_rows_of_whole_16_bytes(tmp_path: Path) -> None:
-    config = load_model_config(write_tiny_model(tmp_path, "qwen3", intermediate_size=90))
-    message = r"multiples of 16 bytes; rows of model.layers.0.mlp.down_proj have 90 elements of torch.float32"
-    model = DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), 128)
-    with pytest.raises(ValueError, match=message):
-        allocate(model, WeightOptions(torch.float32, torch.device("cpu"), deterministic=True), config.quant)
+    """A CPU's kernels need none, but they multiply no odd number of columns."""
+    options = WeightOptions(torch.bfloat16, torch.device("cpu"), deterministic=True)
+
+    def allocate_with(size: int) -> None:
+        config = load_model_config(write_tiny_model(tmp_path / str(size), "qwen3", intermediate_size=size))
+        allocate(DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), 128), options, config.quant)
+
+    message = "multiples of 16 bytes; rows of model.layers.0.mlp.down_proj have {} elements of torch.bfloat16"
+    with pytest.raises(ValueError, match=message.format(91)):
+        allocate_with(91)
+    allocate_with(96)
+    if isa.has_kernels():
+        allocate_with(90)
+    else:
+        with pytest.raises(ValueError, match=message.format(90)):
+            allocate_with(90)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
