@@ -82,6 +82,11 @@ class WeightShard:
         """The only shard of a parameter that every rank holds completely."""
         return cls(param, None, shape, dim=0, start=0, length=shape[0], offset=0, dummy=dummy)
 
+    @classmethod
+    def rows(cls, shape: tuple[int, ...], offset: int) -> WeightShard:
+        """Of a tensor that is the rows of a parameter from `offset` on."""
+        return replace(cls.whole("weight", shape), offset=offset)
+
     def module_name(self, path: str) -> str:
         """The checkpoint's name of the module that owns the tensor, if the layer is `path`."""
         parent, dot, _ = path.rpartition(".")

@@ -27,16 +27,18 @@ from nanovllm.quantization.base import (
     WeightOptions,
     WeightShard,
 )
+from nanovllm.quantization.cpu_packed import PackedLinearMethod
 from nanovllm.quantization.fp8_experts import Fp8ExpertsMethod
 from nanovllm.quantization.fp8_loading import (
     Fp8Method,
     Part,
+    Store,
     Stored,
     is_aligned,
     make_weight,
     splits_blocks,
 )
-from nanovllm.quantization.unquantized import QuantConfig, UnquantizedLinearMethod
+from nanovllm.quantization.unquantized import QuantConfig, UnquantizedLinearMethod, dense_method
 
 _LEAST_CAPABILITY = (8, 9)  # of GPUs that multiply FP8 values
 _MULTIPLE = 16  # of the inputs of a product in FP8
@@ -49,7 +51,8 @@ class Fp8LinearMethod(Fp8Method, LinearMethod):
     A row of x is quantised by itself: with one scale, or one for each 128 columns if the weight has blocks.
     """
 
-    dense: UnquantizedLinearMethod | None  # the dequantised weight, if there are no products in FP8
+    # The dequantised weight, if there are no products in FP8.
+    dense: UnquantizedLinearMethod | PackedLinearMethod | None
     weight: Fp8Weight
     options: WeightOptions
 
@@ -62,7 +65,7 @@ class Fp8LinearMethod(Fp8Method, LinearMethod):
         self, layer: nn.Module, shape: tuple[int, ...], shards: list[WeightShard], options: WeightOptions
     ) -> list[WeightShard]:
         self.options, self.device, self.dense = options, options.device, None
-        target: Fp8Weight | torch.Tensor
+        target: Fp8Weight | Store
         if self.products and shape[1] % _MULTIPLE == 0 and not splits_blocks(shards, self.stored):
             (n, k), groups = shape, shape[:1]
             if self.stored is Stored.BLOCKS:
@@ -72,11 +75,20 @@ class Fp8LinearMethod(Fp8Method, LinearMethod):
             )
             target = self.weight
         else:
-            self.dense = UnquantizedLinearMethod()
+            self.dense = dense_method(shape, options)
             self.dense.create(layer, shape, shards, options)
-            target = self.dense.weight
+            target = self._store
         self.parts = {shard.module: Part(shard, self.stored, target) for shard in shards}
         return self.needed(shards, self.input_scales)
+
+    def _store(self, rows: torch.Tensor, first: int) -> None:
+        assert self.dense is not None
+        self.dense.load(WeightShard.rows(rows.shape, first), rows)
+
+    def finish_loading(self) -> None:
+        super().finish_loading()
+        if self.dense is not None:
+            self.dense.finish_loading()
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.dense is not None:

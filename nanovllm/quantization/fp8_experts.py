@@ -19,6 +19,7 @@ from nanovllm.quantization.experts import UnquantizedExpertsMethod
 from nanovllm.quantization.fp8_loading import (
     Fp8Method,
     Part,
+    Store,
     Stored,
     is_aligned,
     make_weight,
@@ -69,11 +70,12 @@ class Fp8ExpertsMethod(Fp8Method, ExpertsMethod):
             groups = experts, -(-n // GROUP) if is_aligned(shards) else n, -(-k // GROUP)
         return Fp8Experts(*make_weight(layer, (name, f"{name}_scale"), shape, groups, self.device))
 
-    def _target(self, shard: WeightShard) -> Fp8Weight | torch.Tensor:
+    def _target(self, shard: WeightShard) -> Fp8Weight | Store:
         """What a shard fills. Ranks split down by its inputs."""
         assert shard.index is not None
         if self.dense is not None:
-            return (self.dense.down if shard.dim else self.dense.gate_up)[shard.index]
+            weight = (self.dense.down if shard.dim else self.dense.gate_up)[shard.index]
+            return lambda rows, first: weight[first : first + len(rows)].copy_(rows)
         return (self.down if shard.dim else self.gate_up).expert(shard.index)
 
     def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:

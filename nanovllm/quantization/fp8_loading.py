@@ -5,7 +5,7 @@ The scales are of rows, of the whole weight or of blocks of 128 x 128. Opens no 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
@@ -16,6 +16,7 @@ from nanovllm.kernels.fp8 import FP8, FP8_MAX, GROUP
 from nanovllm.kernels.fp8_matmul import Fp8Weight
 from nanovllm.quantization.base import FLOATS, WeightMethod, WeightShard, WeightSource, dtype_of
 
+Store = Callable[[torch.Tensor, int], object]  # stores rows of a dequantised weight, from this one on
 _CHUNK = 2**24  # elements that are quantised at once
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in files
 
@@ -73,9 +74,12 @@ def _codes(wide: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class Part:
-    """This rank's part of one tensor of a checkpoint, and where it goes: codes and scales, or floats."""
+    """This rank's part of one tensor of a checkpoint, and where it goes: codes and scales, or floats.
 
-    def __init__(self, shard: WeightShard, stored: Stored, target: Fp8Weight | torch.Tensor) -> None:
+    Codes that are dequantised wait for their scales, and scales for their codes.
+    """
+
+    def __init__(self, shard: WeightShard, stored: Stored, target: Fp8Weight | Store) -> None:
         """target: [rows, columns] of this rank, in which the shard says its place."""
         self.shard, self.stored, self.target = shard, stored, target
         (n, k), end = shard.shape, shard.start + shard.length
@@ -83,19 +87,21 @@ class Part:
         self.columns = range(k) if shard.dim == 0 else range(shard.start, end)
         self.offset = shard.offset if shard.dim == 0 else 0
         self.arrived: set[str] = set()  # in this load: codes, scales, floats
-        self._scales: torch.Tensor | None = None  # arrived before the codes of floats
+        self._codes: torch.Tensor | None = None  # this rank's, [rows, columns]
+        self._scales: torch.Tensor | None = None
 
     def load(self, param: str, source: WeightSource, device: torch.device) -> None:
         """Load codes, scales or floats."""
         if param == "weight" and dtype_of(source) == FP8:
             self.arrived.add("codes")
-            target = self.target.codes if isinstance(self.target, Fp8Weight) else self.target
-            columns = slice(self.columns.start, self.columns.stop)
             if self.rows:
-                place = target[self._place(self.rows), : len(self.columns)]
-                place.copy_(source[self.rows.start : self.rows.stop, columns])
-            if self._scales is not None:
-                self._store_scales(self._scales)
+                columns = slice(self.columns.start, self.columns.stop)
+                codes = source[self.rows.start : self.rows.stop, columns]
+                if isinstance(self.target, Fp8Weight):
+                    self.target.codes[self._place(self.rows), : len(self.columns)] = codes
+                else:
+                    self._codes = torch.empty_like(codes, device=device).copy_(codes)
+                    self._dequantise()
         elif param == "weight":
             self.arrived.add("floats")
             self._quantise(source, device)
@@ -106,7 +112,7 @@ class Part:
     def finish(self) -> None:
         """ValueError if codes or their scales are missing; forget what has arrived."""
         arrived = sorted(self.arrived)
-        self.arrived, self._scales = set(), None
+        self.arrived, self._codes, self._scales = set(), None, None
         weight, scale = self._name("weight"), self._name(self.stored.scales(self.shard).param)
         if arrived in (["codes"], ["scales"]):
             other = f"without {scale}" if arrived == ["codes"] else f"which {scale} is for, is missing"
@@ -167,20 +173,28 @@ class Part:
                 self.target.codes[self._place(own), : len(self.columns)] = codes
                 self._store_own(self.target, own, factors)
             else:
-                place = self.target[self._place(own), : len(self.columns)]
-                place.copy_(codes.float() * self._factors(factors))
+                self.target(codes.float() * self._factors(factors), self._place(own).start)
 
     def _store_scales(self, scales: torch.Tensor) -> None:
-        """Store the scales of a checkpoint; for floats they wait for the codes."""
+        """Store the scales of a checkpoint."""
         if isinstance(self.target, Fp8Weight):
             self._store_own(self.target, self.rows, self._scales_of_rows(scales, 0, self.rows))
-        elif "codes" not in self.arrived:
-            self._scales = scales
         else:
-            for piece in self._pieces():
-                own = self._own(piece)
-                place = self.target[self._place(own), : len(self.columns)]
-                place.mul_(self._factors(self._scales_of_rows(scales, 0, own)))
+            self._scales = scales
+            self._dequantise()
+
+    def _dequantise(self) -> None:
+        """Store the product of codes and scales, if both are there."""
+        codes, scales = self._codes, self._scales
+        if codes is None or scales is None:
+            return
+        assert not isinstance(self.target, Fp8Weight)
+        for piece in self._pieces():
+            own = self._own(piece)
+            factors = self._factors(self._scales_of_rows(scales, 0, own))
+            rows = codes[own.start - self.rows.start : own.stop - self.rows.start]
+            self.target(rows.float() * factors, self._place(own).start)
+        self._codes = self._scales = None
 
     def _store_own(self, target: Fp8Weight, rows: range, scales: torch.Tensor) -> None:
         """Store `_scales_of_rows`."""

@@ -16,9 +16,10 @@ from nanovllm.kernels.int4_matmul import choose_int4_tile, int4_linear
 from nanovllm.kernels.int4_values import dequantise
 from nanovllm.kernels.matmul import linear
 from nanovllm.quantization.base import Gated, LinearMethod, Normed, WeightOptions, WeightShard
+from nanovllm.quantization.cpu_packed import PackedLinearMethod
 from nanovllm.quantization.int4_formats import Int4Format
-from nanovllm.quantization.int4_loading import Int4Method, name_of, register
-from nanovllm.quantization.unquantized import UnquantizedLinearMethod, torch_linear
+from nanovllm.quantization.int4_loading import Int4Method, Store, name_of, register
+from nanovllm.quantization.unquantized import UnquantizedLinearMethod, dense_method, torch_linear
 
 
 class Int4LinearMethod(Int4Method, LinearMethod):
@@ -40,9 +41,9 @@ class Int4LinearMethod(Int4Method, LinearMethod):
         """`words`, `scales` and perhaps `order`; dequantised `weight`, and perhaps `order`."""
         created = self.prepare(shards, options)
         self.deterministic, self.fuse = options.deterministic, options.fuse
-        self._dense: UnquantizedLinearMethod | None = None
+        self._dense: UnquantizedLinearMethod | PackedLinearMethod | None = None
         if not self.keeps_bits(options):
-            self._dense = UnquantizedLinearMethod()
+            self._dense = dense_method(shape, options)
             self._dense.create(layer, shape, shards, options)
         else:
             n, k = shape
@@ -54,12 +55,18 @@ class Int4LinearMethod(Int4Method, LinearMethod):
             register(layer, "order", self.order)
         return created
 
-    def target(self, part: WeightShard) -> Int4Weight | torch.Tensor:
-        rows = slice(part.offset, part.offset + part.length) if part.dim == 0 else slice(None)
-        return self.weight.rows(rows) if self._dense is None else self._dense.weight[rows]
+    def target(self, part: WeightShard) -> Int4Weight | Store:
+        if (dense := self._dense) is not None:
+            first = part.offset if part.dim == 0 else 0
+            return lambda rows: dense.load(WeightShard.rows(rows.shape, first), rows)
+        return self.weight.rows(
+            slice(part.offset, part.offset + part.length) if part.dim == 0 else slice(None)
+        )
 
     def finish_loading(self) -> None:
         super().finish_loading()
+        if self._dense is not None:
+            self._dense.finish_loading()
         if self.order is not None and self.orders:
             first, *others = self.orders.values()
             if any(not torch.equal(first, other) for other in others):

@@ -18,7 +18,7 @@ from nanovllm.kernels.routing import Routing
 from nanovllm.quantization.base import ExpertsMethod, ExpertWeights, Normed, WeightOptions, WeightShard
 from nanovllm.quantization.experts import UnquantizedExpertsMethod
 from nanovllm.quantization.int4_formats import Int4Format
-from nanovllm.quantization.int4_loading import Int4Method, register
+from nanovllm.quantization.int4_loading import Int4Method, Store, register
 
 
 class PackedExpertsMethod(ExpertsMethod):
@@ -75,10 +75,10 @@ class Int4ExpertsMethod(Int4Method, PackedExpertsMethod):
         self.down = self.make(layer, "down", down, next(groups), options)
         return created
 
-    def target(self, part: WeightShard) -> Int4Weight | torch.Tensor:
+    def target(self, part: WeightShard) -> Int4Weight | Store:
         assert part.index is not None
         if self.dense is not None:
-            return part.place(self.dense.down if part.dim else self.dense.gate_up)
+            return part.place(self.dense.down if part.dim else self.dense.gate_up).copy_
         if part.dim:  # ranks split down by its inputs
             return self.down.expert(part.index)
         return self.gate_up.expert(part.index).rows(slice(part.offset, part.offset + part.length))

@@ -6,7 +6,7 @@ All formats become one layout, or are dequantised. Opens no file and multiplies 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
 
 import torch
@@ -16,6 +16,7 @@ from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Weight, pack_codes, pac
 from nanovllm.quantization.base import WeightMethod, WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.int4_formats import Int4Format, Int4Shard
 
+Store = Callable[[torch.Tensor], object]  # stores rows of a dequantised weight, [n, K]
 _MIDDLE = 8  # the zero point of formats without zero points
 
 
@@ -43,8 +44,9 @@ class Int4Method(WeightMethod):
         return self.packs and keeps_bits(options)
 
     @abstractmethod
-    def target(self, part: WeightShard) -> Int4Weight | torch.Tensor:
-        """The rows that a module's part of a weight fills, in memory of this method: packed, or [n, K]."""
+    def target(self, part: WeightShard) -> Int4Weight | Store:
+        """The rows that a module's part of a weight fills, in memory of this method; or what stores them
+        dequantised."""
 
     def group_of(self, part: WeightShard) -> int:
         """The columns of this rank's part that share a scale: the largest groups that do not cross the edges
@@ -111,7 +113,7 @@ class Int4Method(WeightMethod):
         values = _dequantised(codes, scales, zeros, group)
         if self.format.sorts:  # back: x stays as it is
             values = torch.empty_like(values).index_copy_(1, self.orders[part].long(), values)
-        target.copy_(values)
+        target(values)
 
     def _sorted(self, part: WeightShard, codes: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         """The columns of codes [n, K] sorted by `groups` [K], in which they are. Dummy weights have one."""

@@ -59,8 +59,7 @@ class UnquantizedLinearMethod(LinearMethod):
     fuse: bool
 
     def on(self, shape: tuple[int, ...], options: WeightOptions) -> LinearMethod:
-        packs = type(self) is UnquantizedLinearMethod and can_pack(shape, options)
-        return PackedLinearMethod() if packs else self
+        return dense_method(shape, options) if type(self) is UnquantizedLinearMethod else self
 
     def create(
         self, layer: nn.Module, shape: tuple[int, ...], shards: list[WeightShard], options: WeightOptions
@@ -122,6 +121,13 @@ class UnquantizedLinearMethod(LinearMethod):
         method = copy.copy(self)
         method.weight = self.weight[:num]
         return method
+
+
+def dense_method(
+    shape: tuple[int, ...], options: WeightOptions
+) -> UnquantizedLinearMethod | PackedLinearMethod:
+    """A new method for a weight in the model's dtype, the one that suits this device."""
+    return PackedLinearMethod() if can_pack(shape, options) else UnquantizedLinearMethod()
 
 
 @dataclass(frozen=True)
