@@ -211,7 +211,6 @@ def make_filtered(dtype: str) -> Callable[..., Any]:
     from numba import njit
     from numpy import float32
 
-    from nanovllm.kernels.cpu import vector_math as m
     from nanovllm.kernels.cpu import vectors as v
 
     get_f32, get_i32, size = v.get_f32, v.get_i32, v.SIZES[dtype]

@@ -20,7 +20,6 @@ from nanovllm.kernels.cpu.emitting import (
     f32x16,
     i32x16,
     i64,
-    load,
     spread,
 )
 from nanovllm.kernels.cpu.vectors import emit_exp
