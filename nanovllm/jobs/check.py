@@ -65,9 +65,12 @@ def version(args: argparse.Namespace) -> int:
         print(f"{device.torch} {device.name}{capability}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
         if not device.is_cuda:
             print(f"  kernels for CPUs: {isa.described(torch.get_num_threads())}")
-        dtype = device.resolve_dtype("auto", "bfloat16")
         for backend in BACKENDS:
-            reason = backend.unavailable(device, dtype, dtype)
+            try:
+                dtype = device.resolve_dtype("auto", "bfloat16")
+                reason = backend.unavailable(device, dtype, dtype)
+            except ValueError as error:  # a wrong level of the CPU
+                reason = str(error)
             print(f"  attention backend {backend.name}: {'can run' if reason is None else f'no: {reason}'}")
     return ANSWERED
 

@@ -330,7 +330,10 @@ def qk_norm_rope_store_reference(
     for x, cells, factor in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
         if factor is not None:  # as bytes, because torch cannot index 8-bit floats
             x, cells = quantise_reference(x, factor).view(torch.uint8), cells.view(torch.uint8)
-        cells[slots // cells.shape[1], slots % cells.shape[1]] = x  # heads may come first in memory
+        if cells.is_contiguous():
+            cells.flatten(0, 1).index_copy_(0, slots, x)
+        else:  # heads come first in memory
+            cells[slots // cells.shape[1], slots % cells.shape[1]] = x
     return q
 
 

@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 from tiny_models import edit_json, write_tiny_model
 
-from nanovllm import demo_model_path
+from nanovllm import demo_model_path, isa
 from nanovllm.device import Device
 from nanovllm.jobs.main import main
 from nanovllm.models import weights
@@ -32,16 +32,18 @@ def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return run
 
 
-def test_a_model_that_can_run(doctor: Doctor) -> None:
-    code, lines = doctor(demo_model_path())
+@pytest.mark.parametrize(("level", "backend"), [("torch", "reference"), ("generic", "cpu")])
+def test_a_model_that_can_run(level: str, backend: str, doctor: Doctor) -> None:
+    with isa.compiling_for(level):
+        code, lines = doctor(demo_model_path())
     assert code == 0 and lines[-1] == "it can run here"
     text = "\n".join(lines)
     for part in (
-        "attention backend reference: can run",
+        f"attention backend {backend}: can run",
         "device: cpu (asked for)",
         "  architecture Qwen3ForCausalLM, 6 layers, vocabulary of 512",
         "  dtype: float32 (the checkpoint's is bfloat16)",
-        "  attention backend: reference (no triton: ",
+        f"  attention backend: {backend} (no triton: ",
         "  max_model_len: 1,024 of the model's 1,024 positions",
         "  tokenizer: 512 tokens; it has a chat template",
         "  files: all weights are there, with the right shapes",

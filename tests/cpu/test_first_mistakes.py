@@ -16,7 +16,7 @@ from nanovllm.device import Device
 from nanovllm.structured_outputs import StructuredOutputsParams as Structured
 
 DEMO = demo_model_path()
-SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 8}
+SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 8, "kvcache_block_size": 16}
 Mistake = Callable[[LLM, Path], object]  # of an engine of the demo model, and of a folder with a tiny model
 
 
@@ -65,7 +65,7 @@ def little_memory(llm: LLM, folder: Path) -> object:
 def no_room_for_the_cache(llm: LLM, folder: Path) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "memory", lambda self: (2**28, 2**30))
-        return LLM(DEMO, device="cpu", num_kvcache_blocks=10**6)
+        return LLM(DEMO, **{**SMALL, "num_kvcache_blocks": 10**6})
 
 
 def asleep(llm: LLM, folder: Path) -> object:

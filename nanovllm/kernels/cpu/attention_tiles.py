@@ -10,7 +10,18 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from nanovllm.kernels.cpu.emitting import emitted, f32x16, i64, load, shuffle, spread, store, void
+from nanovllm.kernels.cpu.emitting import (
+    F16,
+    emitted,
+    f32x16,
+    from_half,
+    i64,
+    load,
+    shuffle,
+    spread,
+    store,
+    void,
+)
 from nanovllm.kernels.cpu.vectors import SIZES
 
 _I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
@@ -38,7 +49,10 @@ def _widened(b: Any, address: Any, dtype: str, lanes: int) -> Any:
         shifted = b.shl(bits, ir.Constant(bits.type, [16] * lanes))
         x = b.bitcast(shifted, ir.VectorType(_F32, lanes))
     elif dtype == "float16":
-        x = b.fpext(load(b, address, ir.VectorType(ir.HalfType(), lanes)), ir.VectorType(_F32, lanes))
+        half = load(b, address, ir.VectorType(_I16, lanes))
+        zeros = ir.Constant(half.type, [0] * lanes)
+        half = half if lanes == 16 else shuffle(b, half, zeros, list(range(16)))
+        return from_half(b, b.bitcast(half, ir.VectorType(F16, 16)))
     else:
         x = load(b, address, ir.VectorType(_F32, lanes))
     return x if lanes == 16 else shuffle(b, x, ir.Constant(x.type, [0.0] * lanes), list(range(16)))

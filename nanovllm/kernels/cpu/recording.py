@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.cpu.checking import CHECKED
-from nanovllm.kernels.cpu.launch import Argument, recorder, run_now
+from nanovllm.kernels.cpu.launch import Argument, profiled, recorder, run_now
 from nanovllm.kernels.cpu.team import LAUNCH, LINE, SYNC_BYTES, Team, aligned, team
 
 
@@ -110,7 +110,7 @@ class Recording:
                 run_now(*each)
             return self.result
         own = team()
-        with own.lock:
+        with profiled("nanovllm.recorded_step"), own.lock:
             forms = self._forms
             if forms is None or forms.team is not own:
                 forms = self._forms = _Forms(own, self._launches)

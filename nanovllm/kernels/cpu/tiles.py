@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 
 from nanovllm import isa
-from nanovllm.kernels.cpu.emitting import call, constant, emitted, i64, load, spread, store, void
+from nanovllm.kernels.cpu.emitting import call, constant, emitted, from_half, i64, load, spread, store, void
 from nanovllm.kernels.cpu.vectors import emit_dot_bf16, emit_high, emit_low
 
 COLUMNS = 64  # of a block of a packed weight
@@ -86,7 +86,7 @@ def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
     def step(b: Any, x: list[Any], w: Any, sums: list[Any]) -> list[Any]:
         sums = list(sums)
         if weight == "float16":
-            columns = [b.fpext(load(b, _at(b, w, 32 * group), _VH), _VF) for group in range(groups)]
+            columns = [from_half(b, load(b, _at(b, w, 32 * group), _VH)) for group in range(groups)]
         else:
             columns = [load(b, _at(b, w, 64 * group), _VI if pairs else _VF) for group in range(groups)]
         halves = [columns]

@@ -20,7 +20,6 @@ from nanovllm.kernels.cpu.emitting import (
     f32x16,
     i32x16,
     i64,
-    load,
     spread,
 )
 from nanovllm.kernels.cpu.vectors import emit_exp
@@ -126,9 +125,3 @@ def float_of_bits(b: Any, bits: Any) -> Any:
 def bits_of_float(b: Any, x: Any) -> Any:
     """The 32 bits of a float32, as int32."""
     return b.sext(b.bitcast(x, I32), I64)
-
-
-@emitted(f32, i64)
-def get_f16(b: Any, p: Any) -> Any:
-    """One float16."""
-    return b.fpext(load(b, p, ir.HalfType()), F32)

@@ -172,7 +172,8 @@ def get_bf16(b: Any, p: Any) -> Any:
 
 @emitted(f32, i64)
 def get_f16(b: Any, p: Any) -> Any:
-    return b.fpext(load(b, p, _F16), _F32)
+    halves = b.bitcast(spread(b, load(b, p, _I16)), ir.VectorType(_F16, LANES))
+    return b.extract_element(e.from_half(b, halves), ir.Constant(_I32, 0))
 
 
 @emitted(void, i64, f32)
@@ -183,7 +184,8 @@ def set_bf16(b: Any, p: Any, x: Any) -> None:
 
 @emitted(void, i64, f32)
 def set_f16(b: Any, p: Any, x: Any) -> None:
-    store(b, p, b.fptrunc(x, _F16))
+    bits = b.bitcast(e.to_half(b, spread(b, x)), ir.VectorType(_I16, LANES))
+    store(b, p, b.extract_element(bits, ir.Constant(_I32, 0)))
 
 
 @emitted(i64, i64)
