@@ -77,6 +77,7 @@ class Fp8LinearMethod(Fp8Method, LinearMethod):
         else:
             self.dense = dense_method(shape, options)
             self.dense.create(layer, shape, shards, options)
+            self.deterministic_needs_alignment = self.dense.deterministic_needs_alignment
             target = self._store
         self.parts = {shard.module: Part(shard, self.stored, target) for shard in shards}
         return self.needed(shards, self.input_scales)

@@ -45,6 +45,7 @@ class Int4LinearMethod(Int4Method, LinearMethod):
         if not self.keeps_bits(options):
             self._dense = dense_method(shape, options)
             self._dense.create(layer, shape, shards, options)
+            self.deterministic_needs_alignment = self._dense.deterministic_needs_alignment
         else:
             n, k = shape
             self.weight = Int4Weight.empty(n, k, self.group_of(shards[0]), options.device)

@@ -14,13 +14,19 @@ from test_models import PROMPT, forward, load
 from tiny_models import edit_json, write_tiny_model
 
 from nanovllm import ModelLoadError
+from nanovllm.attention.backends import ReferenceBackend
+from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.int4_layout import Int4Weight
 from nanovllm.kernels.int4_matmul import Int4Tile, choose_int4_tile
+from nanovllm.layers.weights import allocate
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights
+from nanovllm.quantization.base import WeightOptions
 from nanovllm.quantization.compressed_tensors import CompressedTensorsConfig
 from nanovllm.quantization.int4_configs import from_awq, from_gptq
+from tools.write_fp8 import write_fp8
 from tools.write_int4 import write_int4
 
 interpreted = pytest.mark.skipif(
@@ -175,6 +181,15 @@ def test_which_weights_are_quantised(dense: Path, tmp_path: Path) -> None:
     head = from_gptq(GPTQ | {"lm_head": True})
     with pytest.raises(ValueError, match="quantises lm_head, which is also the embedding"):
         head.method("model.embed_tokens", "tied_embedding")
+
+
+def test_dequantised_weights_of_deterministic_steps(dense: Path, tmp_path: Path) -> None:
+    """Packed ones need no aligned rows."""
+    folders = write_int4(dense, tmp_path / "int4", "awq"), write_fp8(dense, tmp_path / "fp8", "block")
+    for folder in folders:
+        config = load_model_config(folder)
+        model = DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), 32)
+        allocate(model, WeightOptions(BF16, torch.device("cpu"), deterministic=True), config.quant)
 
 
 def test_sizes_that_a_format_cannot_hold(tmp_path: Path) -> None:
