@@ -78,6 +78,6 @@ def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[st
 
 def finish(process: subprocess.Popen[str]) -> tuple[list[str], str]:
     """The lines of its output, and its errors; it must end well."""
-    out, errors = process.communicate(timeout=300)
+    out, errors = process.communicate(timeout=900)  # all kernels may have to be compiled
     assert process.returncode == 0, out + errors
     return out.splitlines(), errors
