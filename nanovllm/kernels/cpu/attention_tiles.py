@@ -17,6 +17,7 @@ from nanovllm.kernels.cpu.emitting import (
     from_half,
     i64,
     load,
+    multiply_add,
     shuffle,
     spread,
     store,
@@ -56,11 +57,6 @@ def _widened(b: Any, address: Any, dtype: str, lanes: int) -> Any:
     else:
         x = load(b, address, ir.VectorType(_F32, lanes))
     return x if lanes == 16 else shuffle(b, x, ir.Constant(x.type, [0.0] * lanes), list(range(16)))
-
-
-def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
-    kind = ir.FunctionType(_VF, [_VF] * 3)
-    return b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.fma.v16f32"), [x, y, z])
 
 
 def _lanes(width: int) -> list[int]:
@@ -103,7 +99,7 @@ def make_product(rows: int, width: int, dtype: str, fresh: bool = False) -> Any:
             for r in members:
                 factor = spread(b, load(b, b.add(starts[r], offset), _F32))
                 for j in columns:
-                    b.store(_fma(b, factor, factors[j], b.load(kept[r, j])), kept[r, j])
+                    b.store(multiply_add(b, factor, factors[j], b.load(kept[r, j])), kept[r, j])
         for place, address in places.items():
             store(b, address, b.load(kept[place]))
 
@@ -140,7 +136,7 @@ def make_dots(rows: int, width: int, dtype: str, keys: int) -> Any:
                 for r in members:
                     query = load(b, b.add(q, _constant(64 * (r * len(lanes) + j))), _VF)
                     for key in range(keys):
-                        sums[r, key] = _fma(b, query, cells[key], sums[r, key])
+                        sums[r, key] = multiply_add(b, query, cells[key], sums[r, key])
             for (r, key), value in sums.items():
                 store(b, b.add(out, _constant(1024 * r + 64 * key)), value)
 

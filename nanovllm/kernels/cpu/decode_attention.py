@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty
-from nanovllm.kernels.cpu.team import team
+from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty, scratch
 from nanovllm.kernels.paged import PLAIN, KVCache, Variant
 
 _PARTS = 8  # the most parts of a context
@@ -54,7 +53,7 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
         sinks: Address,
         out: Address,
         partial: Address,
-        scratch: Address,
+        memory: Address,
         kv_heads: int,
         parts_at_once: int,
         q_stride: int,
@@ -87,7 +86,7 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
         parts = (context - start + length - 1) // length
         if first_part >= parts:
             return
-        queries = scratch + thread * scratch_bytes
+        queries = memory + thread * scratch_bytes
         sums = queries + group * row_bytes
         lanes = sums + group * row_bytes
         scores = lanes + group * 1024
@@ -268,7 +267,7 @@ def paged_decode_attention(
     several = reach > _LEAST
     at_once = min(_PARTS, -(-reach // _LEAST), max(1, _ENOUGH // max(1, rows * kv_heads)))
     _, scratch_bytes, part_bytes = _sizes(group, head_dim)
-    scratch = empty((team().size, scratch_bytes), torch.uint8)
+    memory = scratch(scratch_bytes)
     partial = empty((rows, kv_heads, _PARTS, part_bytes), torch.uint8) if several else None
     sinks = variant.sinks
     if sinks is not None and sinks.dtype == torch.float16:
@@ -279,7 +278,7 @@ def paged_decode_attention(
     _KERNEL.launch(
         (*heads, sink_dtype),
         rows * kv_heads * max(1, at_once),
-        *(q, cache.k, cache.v, block_tables, context_lens, sinks, out, partial, scratch),
+        *(q, cache.k, cache.v, block_tables, context_lens, sinks, out, partial, memory),
         *(kv_heads, max(1, at_once), q.stride(0), q.stride(1), block_tables.stride(0), page),
         *(block_stride, position_stride, head_stride, variant.window or 0, scale, variant.softcap or 0.0),
     )

@@ -99,6 +99,16 @@ def store(b: Any, address: Any, value: Any) -> None:
     done.align = 1
 
 
+def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of float32 vectors, rounded once."""
+    return call(b, "llvm.fma.v16f32", VF, x, y, z)
+
+
+def plus(b: Any, address: Any, num_bytes: int) -> Any:
+    """address + num_bytes."""
+    return b.add(address, ir.Constant(I64, num_bytes)) if num_bytes else address
+
+
 def constant(value: float, kind: Any = VF) -> Any:
     """A vector with the same value in all lanes."""
     return ir.Constant(kind, [value] * kind.count)

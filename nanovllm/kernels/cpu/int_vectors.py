@@ -21,6 +21,8 @@ from nanovllm.kernels.cpu.emitting import (
     f32x16,
     i64,
     load,
+    multiply_add,
+    plus,
     shuffle,
     spread,
     store,
@@ -41,10 +43,6 @@ _MOST_ROWS = {"avx512_bf16": 8, "avx512": 8}  # whose sums stay in registers; 4 
 
 def _number(value: int) -> Any:
     return ir.Constant(_I64, value)
-
-
-def _at(b: Any, address: Any, offset: int) -> Any:
-    return b.add(address, _number(offset)) if offset else address
 
 
 def _is_wide(format: IntFormat) -> bool:
@@ -116,13 +114,13 @@ def quantise(name: str) -> Any:
             stored = b.trunc(each, kind)
             if wide:
                 stored = shuffle(b, stored, stored, order)
-            store(b, _at(b, place, index * (size - 8) // 2), stored)
-        store(b, _at(b, place, size - 8), scale)
+            store(b, plus(b, place, index * (size - 8) // 2), stored)
+        store(b, plus(b, place, size - 8), scale)
         if format.numbers == 2:
             start = b.fmul(scale, b.sitofp(total, _F32))
         else:
             start = b.mul(total, ir.Constant(_I32, -format.middle))
-        store(b, _at(b, place, size - 4), start)
+        store(b, plus(b, place, size - 4), start)
 
     return quantise_group
 
@@ -167,14 +165,14 @@ def _dot(b: Any, sums: list[Any], weight: Any, rows: list[Any], offset: int) -> 
     """Add 4 inputs of 16 outputs, 16 x int32 with a byte for each, times those of each row."""
     if isa.level() == "avx512_bf16":
         name = "llvm.x86.avx512.vpdpbusd.512"
-        values = [spread(b, load(b, _at(b, row, offset), _I32)) for row in rows]
+        values = [spread(b, load(b, plus(b, row, offset), _I32)) for row in rows]
         return [call(b, name, _VI, s, weight, x) for s, x in zip(sums, values, strict=True)]
     even = b.bitcast(b.and_(weight, constant(0x00FF00FF, _VI)), _WORDS)
     odd = b.lshr(b.bitcast(weight, _WORDS), constant(8, _WORDS))
     added = []
     for total, row in zip(sums, rows, strict=True):
         for index, part in enumerate((even, odd)):
-            x = spread(b, load(b, _at(b, row, 2 * offset + 4 * index), _I32))
+            x = spread(b, load(b, plus(b, row, 2 * offset + 4 * index), _I32))
             total = b.add(total, _pairs(b, part, b.bitcast(x, _WORDS)))
         added.append(total)
     return added
@@ -187,7 +185,7 @@ def _group_sums(b: Any, format: IntFormat, weight: Any, rows: list[Any], starts:
     if short:  # 32 products of at most 15 * 127 in two int16
         sums = [ir.Constant(_WORDS, None)] * len(rows)
     for place in range(format.code_bytes // 4):
-        bits = load(b, _at(b, weight, 4 * LANES * place), _VI)
+        bits = load(b, plus(b, weight, 4 * LANES * place), _VI)
         parts = [(place, bits)]
         if format.bits == 4:
             mask = constant(0x0F0F0F0F, _VI)
@@ -197,7 +195,7 @@ def _group_sums(b: Any, format: IntFormat, weight: Any, rows: list[Any], starts:
             if not short:
                 sums = _dot(b, sums, part, rows, 4 * quad)
                 continue
-            values = [spread(b, load(b, _at(b, row, 4 * quad), _I32)) for row in rows]
+            values = [spread(b, load(b, plus(b, row, 4 * quad), _I32)) for row in rows]
             products = [_byte_pairs(b, b.bitcast(part, _BYTES), b.bitcast(x, _BYTES)) for x in values]
             sums = [b.add(*each) for each in zip(sums, products, strict=True)]
     if short:
@@ -215,11 +213,6 @@ def _prefetch(b: Any, address: Any) -> None:
     b.call(name, [pointer, *(ir.Constant(_I32, each) for each in (0, 3, 1))])
 
 
-def _multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """Rounded once where the CPU can."""
-    return call(b, "llvm.fmuladd.v16f32", _VF, x, y, z)
-
-
 def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, groups: Any) -> list[Any]:
     """The product of each row with 16 outputs, groups in order: float32."""
     size, codes, numbers = _record(format), LANES * format.code_bytes, 2 * LANES * format.numbers
@@ -230,22 +223,22 @@ def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, groups: 
     with cgutils.for_range(b, groups) as loop:
         place = b.add(weight, b.mul(loop.index, _number(codes)))
         own = [b.add(row, b.mul(loop.index, _number(size))) for row in rows]
-        last = [load(b, _at(b, row, size - 4), _F32 if format.numbers == 2 else _I32) for row in own]
+        last = [load(b, plus(b, row, size - 4), _F32 if format.numbers == 2 else _I32) for row in own]
         starts = [ir.Constant(_VI, None)] * len(rows) if format.numbers == 2 else [spread(b, x) for x in last]
         if len(rows) == 1:
             for line in range(0, codes, 4 * LANES):
-                _prefetch(b, _at(b, place, _AHEAD + line))
+                _prefetch(b, plus(b, place, _AHEAD + line))
         sums = _group_sums(b, format, place, own, starts)
         at = b.add(scales, b.mul(loop.index, _number(numbers)))
         halves = ir.VectorType(_I16, LANES)
         scale, *minimum = [
-            _from_half(b, load(b, _at(b, at, 2 * LANES * index), halves)) for index in range(format.numbers)
+            _from_half(b, load(b, plus(b, at, 2 * LANES * index), halves)) for index in range(format.numbers)
         ]
         for total, row, found, start in zip(totals, own, sums, last, strict=True):
-            factor = b.fmul(scale, spread(b, load(b, _at(b, row, size - 8), _F32)))
-            value = _multiply_add(b, b.sitofp(found, _VF), factor, b.load(total))
+            factor = b.fmul(scale, spread(b, load(b, plus(b, row, size - 8), _F32)))
+            value = multiply_add(b, b.sitofp(found, _VF), factor, b.load(total))
             if minimum:
-                value = _multiply_add(b, minimum[0], spread(b, start), value)
+                value = multiply_add(b, minimum[0], spread(b, start), value)
             b.store(value, total)
     return [b.load(total) for total in totals]
 
@@ -265,7 +258,7 @@ def tile(name: str, rows: int) -> Any:
             own = [b.add(begin, b.mul(stride, _number(row))) for row in range(step)]
             target = b.add(first, b.mul(loop.index, _number(4 * LANES * step)))
             for index, total in enumerate(_emit_tile(b, format, own, weight, groups)):
-                place = b.inttoptr(_at(b, target, 4 * LANES * index), _VF.as_pointer())
+                place = b.inttoptr(plus(b, target, 4 * LANES * index), _VF.as_pointer())
                 b.store(total, place).align = 1
         return first
 
@@ -294,7 +287,7 @@ def looked_up(name: str, half: int) -> Any:
         words = ir.Constant(ir.VectorType(_I32, 4), ir.Undefined)
         for quad in range(4):
             offset = 4 * LANES * (quad + (4 * half if format.bits == 8 else 0))
-            word = load(b, _at(b, place, offset), _I32)
+            word = load(b, plus(b, place, offset), _I32)
             words = b.insert_element(words, word, ir.Constant(_I32, quad))
         values = b.zext(b.bitcast(words, ir.VectorType(_I8, LANES)), _VI)
         if format.bits == 4:
@@ -303,7 +296,7 @@ def looked_up(name: str, half: int) -> Any:
         at = b.add(b.add(block, b.mul(groups, _number(codes))), b.mul(group, _number(numbers)))
         at = b.add(at, b.mul(lane, _number(2)))
         found = [
-            spread(b, _from_half(b, load(b, _at(b, at, 2 * LANES * index), _I16)))
+            spread(b, _from_half(b, load(b, plus(b, at, 2 * LANES * index), _I16)))
             for index in range(format.numbers)
         ]
         values = b.fmul(values, found[0])

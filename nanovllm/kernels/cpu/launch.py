@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,18 +25,21 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 Argument = torch.Tensor | int | float | None
 
 
+class Launch(NamedTuple):
+    """The programs of a kernel with their arguments."""
+
+    name: str  # of the kernel
+    function: int  # its address
+    programs: int
+    pack: struct.Struct  # of the argument block
+    values: tuple[int | float, ...]  # in the block
+    arguments: tuple[Argument, ...]  # the same, tensors instead of their addresses
+
+
 class Recorder(Protocol):
     """What launches go to instead of running at once."""
 
-    def launch(
-        self,
-        name: str,
-        function: int,
-        programs: int,
-        pack: struct.Struct,
-        values: tuple[Any, ...],
-        arguments: Sequence[Argument],
-    ) -> None: ...
+    def launch(self, launch: Launch) -> None: ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 
@@ -61,24 +64,17 @@ def scratch(num_bytes: int) -> torch.Tensor:
     return empty((team().size * num_bytes,), torch.uint8)
 
 
-def run_now(
-    name: str,
-    function: int,
-    programs: int,
-    pack: struct.Struct,
-    values: tuple[Any, ...],
-    arguments: Sequence[Argument],
-) -> None:
+def run_now(launch: Launch) -> None:
     """Run a launch, and wait for its end. A profile shows it by its name."""
+    own, work = team(), (launch.function, launch.programs, launch.pack, launch.values)
     if not CHECKED:
-        with profiled(name):
-            team().run_one(function, programs, pack, values)
+        with profiled(launch.name):
+            own.run_one(*work)
         return
-    own = team()
-    with profiled(name), table_lock, own.lock:
-        allow(arguments, own.arguments)
-        own.run_one(function, programs, pack, values)
-        complain(name)
+    with profiled(launch.name), table_lock, own.lock:
+        allow(launch.arguments, own.arguments)
+        own.run_one(*work)
+        complain(launch.name)
 
 
 class Kernel:
@@ -106,10 +102,8 @@ class Kernel:
         function, pack = self._compiled(*variant)
         values = tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x or 0 for x in arguments])
         found = recorder.get()
-        if found is not None:
-            found.launch(self.name, function, programs, pack, values, arguments)
-        else:
-            run_now(self.name, function, programs, pack, values, arguments)
+        run = run_now if found is None else found.launch
+        run(Launch(self.name, function, programs, pack, values, arguments))
 
 
 def _kinds(make: Callable[..., Any], variant: tuple[object, ...]) -> str:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty
-from nanovllm.kernels.cpu.team import team
+from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty, scratch
 from nanovllm.kernels.paged import PLAIN, KVCache, Variant
 
 _KEYS = 64  # of a tile
@@ -55,7 +54,7 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
         contexts: Address,
         sinks: Address,
         out: Address,
-        scratch: Address,
+        memory: Address,
         kv_heads: int,
         tiles_of_row: int,
         q_stride: int,
@@ -83,7 +82,7 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
         rows = count * group
         passes = (rows + few - 1) // few
         position = context - end + first  # of the first query
-        queries = scratch + thread * scratch_bytes
+        queries = memory + thread * scratch_bytes
         sums = queries + most_rows * row_bytes
         scores = sums + most_rows * row_bytes
         tops = scores + most_rows * 4 * keys
@@ -222,14 +221,14 @@ def paged_prefill_attention(
     out[int(cu_seqlens_q[-1]) :] = 0
     queries, _, _, scratch_bytes = _sizes(group, head_dim)
     tiles = -(-max_seqlen_q // queries)
-    scratch = empty((team().size, scratch_bytes), torch.uint8)
+    memory = scratch(scratch_bytes)
     sinks = variant.sinks
     if sinks is not None and sinks.dtype == torch.float16:
         sinks = sinks.float()
     _KERNEL.launch(
         (DTYPES[q.dtype], group, head_dim, "" if sinks is None else DTYPES[sinks.dtype]),
         len(context_lens) * tiles * kv_heads,
-        *(q, cache.k, cache.v, block_tables, cu_seqlens_q, context_lens, sinks, out, scratch),
+        *(q, cache.k, cache.v, block_tables, cu_seqlens_q, context_lens, sinks, out, memory),
         *(kv_heads, tiles, q.stride(0), q.stride(1), block_tables.stride(0), page, *cache.k.stride()[:3]),
         *(variant.window or 0, scale, variant.softcap or 0.0),
     )

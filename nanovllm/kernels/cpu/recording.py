@@ -7,7 +7,6 @@ again within it, and by nothing else.
 
 from __future__ import annotations
 
-import struct
 import weakref
 from collections.abc import Callable, Sequence
 from math import prod
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.cpu.checking import CHECKED
-from nanovllm.kernels.cpu.launch import Argument, profiled, recorder, run_now
+from nanovllm.kernels.cpu.launch import Launch, profiled, recorder, run_now
 from nanovllm.kernels.cpu.team import LAUNCH, LINE, SYNC_BYTES, Team, aligned, team
 
 
@@ -64,7 +63,7 @@ class Recording:
         self._own: set[int] = set()  # first addresses of its memory in the arena
         self._launches: list[tuple[int, np.ndarray, int]] = []  # function, argument block, programs
         self._keep: list[torch.Tensor] = []
-        self._checked: list[tuple[Any, ...]] = []  # arguments of `run_now`, where addresses are checked
+        self._checked: list[Launch] = []  # where addresses are checked
         self._forms: _Forms | None = None
         self.result: Any = None
 
@@ -79,24 +78,16 @@ class Recording:
             recorder.reset(token)
         return recording
 
-    def launch(
-        self,
-        name: str,
-        function: int,
-        programs: int,
-        pack: struct.Struct,
-        values: tuple[Any, ...],
-        arguments: Sequence[Argument],
-    ) -> None:
+    def launch(self, launch: Launch) -> None:
         """Run a launch now, and in every replay."""
-        block = aligned_bytes(-(-pack.size // LINE) * LINE)
-        pack.pack_into(block.data, 0, *values)
-        self._launches.append((function, block, programs))
-        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+        block = aligned_bytes(-(-launch.pack.size // LINE) * LINE)
+        launch.pack.pack_into(block.data, 0, *launch.values)
+        self._launches.append((launch.function, block, launch.programs))
+        tensors = [each for each in launch.arguments if isinstance(each, torch.Tensor)]
         self._keep += [each for each in tensors if each.untyped_storage().data_ptr() not in self._own]
         if CHECKED:
-            self._checked.append((name, function, programs, pack, values, arguments))
-        run_now(name, function, programs, pack, values, arguments)
+            self._checked.append(launch)
+        run_now(launch)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         tensor = self._arena.empty(shape, dtype)
@@ -107,7 +98,7 @@ class Recording:
         """Run the launches on the current content of their tensors; return the result of the recording."""
         if CHECKED:
             for each in self._checked:
-                run_now(*each)
+                run_now(each)
             return self.result
         own = team()
         with profiled("nanovllm.recorded_step"), own.lock:

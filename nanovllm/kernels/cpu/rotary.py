@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty
-from nanovllm.kernels.cpu.team import team
+from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty, scratch
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store_reference
 
@@ -23,9 +22,6 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
     (load, store), (load_part, store_part) = v.WHOLE[dtype], v.PART[dtype]
     size, rounded = v.SIZES[dtype], v.ROUND[dtype]
     has_q, has_k = q_dtype != "", k_dtype != ""
-    load_q, load_k = v.WHOLE[q_dtype or dtype][0], v.WHOLE[k_dtype or dtype][0]
-    load_q_part, load_k_part = v.PART[q_dtype or dtype][0], v.PART[k_dtype or dtype][0]
-    q_size, k_size = v.SIZES[q_dtype or dtype], v.SIZES[k_dtype or dtype]
     add, sub, mul, fma, splat, total_of, square_root = v.add, v.sub, v.mul, v.fma, v.splat, v.total, v.sqrt
     load_f32, store_f32, get_f32, set_f32 = v.load_f32, v.store_f32, v.get_f32, v.set_f32
     get_i32, get_i64 = v.get_i32, v.get_i64
@@ -43,6 +39,27 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
             store_f32(row + n // 16 * 64, value)
             squares = fma(value, value, squares)
         return total_of(squares)
+
+    def make_norm(weight_dtype: str) -> Callable[[int, int, int, float, float], None]:
+        load_weight, load_weight_part = v.WHOLE[weight_dtype][0], v.PART[weight_dtype][0]
+        weight_size = v.SIZES[weight_dtype]
+
+        @njit(nogil=True, error_model="numpy")
+        def norm(row: int, weight: int, n: int, squares: float, eps: float) -> None:
+            """Divide a head by its root mean square, and multiply it by the weight."""
+            factor = splat(1.0 / square_root(squares / n + eps))
+            whole, rest = n // 16, n % 16
+            for i in range(whole):
+                x = rounded(mul(load_f32(row + 64 * i), factor))
+                store_f32(row + 64 * i, rounded(mul(x, load_weight(weight + 16 * weight_size * i))))
+            if rest:
+                x = rounded(mul(load_f32(row + 64 * whole), factor))
+                w = load_weight_part(weight + 16 * weight_size * whole, rest)
+                store_f32(row + 64 * whole, rounded(mul(x, w)))
+
+        return norm
+
+    q_norm, k_norm = make_norm(q_dtype or dtype), make_norm(k_dtype or dtype)
 
     @njit(nogil=True, error_model="numpy")
     def write(row: int, out: int, n: int, spoilt: float) -> None:
@@ -84,7 +101,7 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
         out: Address,
         k_cache: Address,
         v_cache: Address,
-        scratch: Address,
+        memory: Address,
         scratch_bytes: int,
         q_heads: int,
         kv_heads: int,
@@ -107,22 +124,14 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
         program: int,
         thread: int,
     ) -> None:
-        row = scratch + thread * scratch_bytes
+        row = memory + thread * scratch_bytes
         position = get_i64(positions + 8 * program) if long_positions else get_i32(positions + 4 * program)
         slot = get_i64(slots + 8 * program) if long_slots else get_i32(slots + 4 * program)
         cos = cos_sin + 4 * n * position
-        whole, rest = n // 16, n % 16
         for head in range(q_heads):
             squares = read(q + (program * q_stride + head * q_head) * size, row, n)
             if has_q:
-                factor = splat(1.0 / square_root(squares / n + eps))
-                for i in range(whole):
-                    x = rounded(mul(load_f32(row + 64 * i), factor))
-                    store_f32(row + 64 * i, rounded(mul(x, load_q(q_weight + 16 * q_size * i))))
-                if rest:
-                    x = rounded(mul(load_f32(row + 64 * whole), factor))
-                    w = load_q_part(q_weight + 16 * q_size * whole, rest)
-                    store_f32(row + 64 * whole, rounded(mul(x, w)))
+                q_norm(row, q_weight, n, squares, eps)
             rotate(row, cos, n, turned, interleaved)
             write(row, out + (program * q_heads + head) * n * size, n, 0.0)
         if slot < 0:
@@ -144,14 +153,7 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
             write(row, target, n, 0.0)
             squares = read(k + (program * k_stride + head * k_head) * size, row, n)
             if has_k:
-                factor = splat(1.0 / square_root(squares / n + eps))
-                for i in range(whole):
-                    x = rounded(mul(load_f32(row + 64 * i), factor))
-                    store_f32(row + 64 * i, rounded(mul(x, load_k(k_weight + 16 * k_size * i))))
-                if rest:
-                    x = rounded(mul(load_f32(row + 64 * whole), factor))
-                    w = load_k_part(k_weight + 16 * k_size * whole, rest)
-                    store_f32(row + 64 * whole, rounded(mul(x, w)))
+                k_norm(row, k_weight, n, squares, eps)
             rotate(row, cos, n, turned, interleaved)
             write(row, k_cache + cell + head * head_stride * size, n, spoilt)
 
@@ -179,12 +181,12 @@ def qk_norm_rope_store(
     long_positions, long_slots = (int(each.dtype == torch.int64) for each in (positions, slot_mapping))
     out = empty(q.shape, q.dtype)
     scratch_bytes = -(-head_dim // 16) * 64
-    scratch = empty((team().size, scratch_bytes), torch.uint8)
+    memory = scratch(scratch_bytes)
     q_dtype, k_dtype = ("" if weight is None else DTYPES[weight.dtype] for weight in (q_weight, k_weight))
     _KERNEL.launch(
         (DTYPES[q.dtype], q_dtype, k_dtype),
         tokens,
-        *(q, k, v, positions, cos_sin, slot_mapping, q_weight, k_weight, out, cache.k, cache.v, scratch),
+        *(q, k, v, positions, cos_sin, slot_mapping, q_weight, k_weight, out, cache.k, cache.v, memory),
         *(scratch_bytes, q_heads, k.shape[1], head_dim, (rotation.rotary or head_dim) // 2),
         *(int(rotation.interleaved), long_positions, long_slots, *q.stride()[:2], *k.stride()[:2]),
         *(*v.stride()[:2], cache.k.shape[1], *cache.k.stride()[:3], eps),

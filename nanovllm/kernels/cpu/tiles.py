@@ -12,7 +12,18 @@ from typing import Any
 from llvmlite import ir
 
 from nanovllm import isa
-from nanovllm.kernels.cpu.emitting import call, constant, emitted, from_half, i64, load, spread, store, void
+from nanovllm.kernels.cpu.emitting import (
+    constant,
+    emitted,
+    from_half,
+    i64,
+    load,
+    multiply_add,
+    plus,
+    spread,
+    store,
+    void,
+)
 from nanovllm.kernels.cpu.vectors import emit_dot_bf16, emit_high, emit_low
 
 COLUMNS = 64  # of a block of a packed weight
@@ -63,15 +74,6 @@ def _loop(b: Any, count: Any, sums: list[Any], body: Callable[[Any, list[Any]], 
     return carried
 
 
-def _at(b: Any, address: Any, offset: int) -> Any:
-    return b.add(address, ir.Constant(_WORD, offset)) if offset else address
-
-
-def _add_product(b: Any, total: Any, x: Any, y: Any) -> Any:
-    """total + x * y, rounded once."""
-    return call(b, "llvm.fma.v16f32", _VF, x, y, total)
-
-
 def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
     """(sums, x, x_stride, w, steps): x [rows, K] times 16 * groups columns of a block, written to sums
     [rows, COLUMNS] float32. Strides in bytes.
@@ -86,20 +88,22 @@ def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
     def step(b: Any, x: list[Any], w: Any, sums: list[Any]) -> list[Any]:
         sums = list(sums)
         if weight == "float16":
-            columns = [from_half(b, load(b, _at(b, w, 32 * group), _VH)) for group in range(groups)]
+            columns = [from_half(b, load(b, plus(b, w, 32 * group), _VH)) for group in range(groups)]
         else:
-            columns = [load(b, _at(b, w, 64 * group), _VI if pairs else _VF) for group in range(groups)]
+            columns = [load(b, plus(b, w, 64 * group), _VI if pairs else _VF) for group in range(groups)]
         halves = [columns]
         if pairs and activation != "bfloat16":
             halves = [[half(b, each) for each in columns] for half in (emit_low, emit_high)]
-        multiply = emit_dot_bf16 if activation == "bfloat16" else _add_product
         kind = _INT if activation == "bfloat16" else _FLOAT
         for row in range(rows):
             for index, half in enumerate(halves):
-                value = spread(b, load(b, _at(b, x[row], 4 * index), kind))
+                value = spread(b, load(b, plus(b, x[row], 4 * index), kind))
                 for group in range(groups):
                     place = row * groups + group
-                    sums[place] = multiply(b, sums[place], value, half[group])
+                    if activation == "bfloat16":
+                        sums[place] = emit_dot_bf16(b, sums[place], value, half[group])
+                    else:
+                        sums[place] = multiply_add(b, value, half[group], sums[place])
         return sums
 
     def tile(b: Any, out: Any, x: Any, x_stride: Any, w: Any, steps: Any) -> None:
@@ -112,8 +116,8 @@ def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
                 offset = b.mul(place, ir.Constant(_WORD, x_bytes))
                 own = [b.add(start, offset) for start in starts]
                 for each in range(unroll):
-                    at = [_at(b, start, x_bytes * each) for start in own]
-                    sums = step(b, at, _at(b, columns, step_bytes * each), sums)
+                    at = [plus(b, start, x_bytes * each) for start in own]
+                    sums = step(b, at, plus(b, columns, step_bytes * each), sums)
                 return sums
 
             return run
@@ -125,7 +129,7 @@ def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
         sums = _loop(b, b.sub(steps, done), sums, body(1, done))
         for row in range(rows):
             for group in range(groups):
-                place = _at(b, out, 4 * (COLUMNS * row + 16 * group))
+                place = plus(b, out, 4 * (COLUMNS * row + 16 * group))
                 store(b, place, sums[row * groups + group])
 
     return emitted(void, i64, i64, i64, i64, i64)(tile)

@@ -20,6 +20,7 @@ from nanovllm.kernels.cpu.emitting import (
     f32x16,
     i32x16,
     i64,
+    multiply_add,
     spread,
 )
 from nanovllm.kernels.cpu.vectors import emit_exp
@@ -29,7 +30,7 @@ def _polynomial(b: Any, x: Any, factors: tuple[float, ...]) -> Any:
     """Horner's rule; `factors` from the highest power on."""
     y = constant(factors[0])
     for factor in factors[1:]:
-        y = call(b, "llvm.fma.v16f32", VF, y, x, constant(factor))
+        y = multiply_add(b, y, x, constant(factor))
     return y
 
 
@@ -71,8 +72,8 @@ _ERFC = (
 def erfc(b: Any, x: Any) -> Any:
     """1 - the error function; its relative error grows to 5e-6 where it is 1e-30. NaN stays."""
     size = b.bitcast(b.and_(b.bitcast(x, VI), constant(0x7FFFFFFF, VI)), VF)
-    t = b.fdiv(constant(1.0), call(b, "llvm.fma.v16f32", VF, size, constant(0.5), constant(1.0)))
-    power = call(b, "llvm.fma.v16f32", VF, b.fneg(size), size, _polynomial(b, t, _ERFC))
+    t = b.fdiv(constant(1.0), multiply_add(b, size, constant(0.5), constant(1.0)))
+    power = multiply_add(b, b.fneg(size), size, _polynomial(b, t, _ERFC))
     tail = b.fmul(t, emit_exp(b, power))
     return b.select(b.fcmp_ordered("<", x, constant(0.0)), b.fsub(constant(2.0), tail), tail)
 

@@ -14,7 +14,17 @@ from numba.core import cgutils
 
 from nanovllm import isa
 from nanovllm.kernels.cpu import emitting as e
-from nanovllm.kernels.cpu.emitting import LANES, call, constant, emitted, load, shuffle, spread, store
+from nanovllm.kernels.cpu.emitting import (
+    LANES,
+    call,
+    constant,
+    emitted,
+    load,
+    multiply_add,
+    shuffle,
+    spread,
+    store,
+)
 
 _I8, _I16, _I32, _I64, _VF, _VI = e.I8, e.I16, e.I32, e.I64, e.VF, e.VI
 _F16, _BF16, _F32 = e.F16, e.BF16, e.F32
@@ -254,7 +264,7 @@ def div(b: Any, x: Any, y: Any) -> Any:
 @emitted(f32x16, f32x16, f32x16, f32x16)
 def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z, rounded once."""
-    return call(b, "llvm.fma.v16f32", _VF, x, y, z)
+    return multiply_add(b, x, y, z)
 
 
 @emitted(f32x16, f32x16, f32x16)
@@ -315,12 +325,12 @@ def emit_exp(b: Any, x: Any) -> Any:
     x = b.select(b.fcmp_ordered(">", x, constant(88.0)), constant(88.0), x)
     x = b.select(small, constant(-87.0), x)
     n = call(b, "llvm.rint.v16f32", _VF, b.fmul(x, constant(1.4426950408889634)))
-    r = call(b, "llvm.fma.v16f32", _VF, n, constant(-0.693359375), x)
-    r = call(b, "llvm.fma.v16f32", _VF, n, constant(2.12194440e-4), r)
+    r = multiply_add(b, n, constant(-0.693359375), x)
+    r = multiply_add(b, n, constant(2.12194440e-4), r)
     y = constant(1.9875691500e-4)
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        y = call(b, "llvm.fma.v16f32", _VF, y, r, constant(factor))
-    y = call(b, "llvm.fma.v16f32", _VF, y, b.fmul(r, r), b.fadd(r, constant(1.0)))
+        y = multiply_add(b, y, r, constant(factor))
+    y = multiply_add(b, y, b.fmul(r, r), b.fadd(r, constant(1.0)))
     shifted = b.shl(b.fptosi(n, _VI), constant(23, _VI))
     raised = b.bitcast(b.add(b.bitcast(y, _VI), shifted), _VF)
     raised = b.select(small, constant(0.0), raised)
@@ -385,5 +395,5 @@ def emit_dot_bf16(b: Any, total: Any, x: Any, y: Any) -> Any:
         pairs = ir.VectorType(_BF16, 2 * LANES)
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         return call(b, name, _VF, total, b.bitcast(x, pairs), b.bitcast(y, pairs))
-    low = call(b, "llvm.fma.v16f32", _VF, emit_low(b, x), emit_low(b, y), total)
-    return call(b, "llvm.fma.v16f32", _VF, emit_high(b, x), emit_high(b, y), low)
+    low = multiply_add(b, emit_low(b, x), emit_low(b, y), total)
+    return multiply_add(b, emit_high(b, x), emit_high(b, y), low)
