@@ -257,7 +257,8 @@ def check_prefill(
         out = attend(*inputs, int(new.max()), scale, variant=variant)
         assert out.shape == q.shape
         assert out.is_contiguous()
-        assert_near(out, expected)
+        # tanh of a score is off by up to 2**-23, and the softcap multiplies that
+        assert_near(out, expected, factor=1 if variant.softcap is None else 2)
 
 
 def check_keys_that_are_not_finite(device: str, variant: Variant = PLAIN) -> None:

@@ -120,7 +120,8 @@ def test_two_ranks_hold_the_weights_of_one(dense: Path, tmp_path: Path, quantiza
     )
     assert torch.equal(torch.cat([*gates, *ups]), whole.get_submodule(name).method.weight.dense())
     answers = [
-        prompt_logprobs(path, quantization=quantization, tensor_parallel_size=ranks) for ranks in (1, 2)
+        prompt_logprobs(path, dtype="float32", quantization=quantization, tensor_parallel_size=ranks)
+        for ranks in (1, 2)
     ]
     assert (answers[0] - answers[1]).abs().max() < 2e-2
 

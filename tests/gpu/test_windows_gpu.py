@@ -122,7 +122,7 @@ def test_a_cuda_graph_replays_windows() -> None:
         assert_near(out, paged_decode_attention_reference(*inputs, variant=variant))
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 17, "num_kvcache_blocks": 4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 17, "num_kvcache_blocks": 7}], ids=str)
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_families(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     """The engine in float32, with graphs, twice; Phi-3 starts with the factors for long sequences."""
