@@ -207,8 +207,8 @@ def edit_json(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:
 
 @lru_cache(maxsize=4)
 def transformers_model(folder: Path) -> PreTrainedModel:
-    """Load `folder` with transformers, in float32 on the CPU."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    """Load `folder` with transformers, in float32 on the CPU, with the attention that knows softcaps."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     return model.float().eval()
 
 

@@ -209,15 +209,20 @@ class FlashAttnBackend(AttentionBackend):
 
     @classmethod
     def _refusal(cls, spec: AttentionSpec) -> str | None:
-        """What the package says to one token of a layer like `spec`, in decode and prefill; None: it runs."""
+        """What the package says to one token of a layer like `spec`, in decode and prefill; None: it runs.
+
+        The context is longer than the window: a window that holds all of it is none for the package.
+        """
         if isinstance(package := _package(), ImportError):
             return str(package)
         try:
-            one = torch.ones(1, dtype=torch.int32, device="cuda")
+            length = (spec.window or 0) + 1
+            context = torch.tensor([length], dtype=torch.int32, device="cuda")
             bounds = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
+            table = torch.zeros(1, -(-length // cls.block_size_multiple), dtype=torch.int32, device="cuda")
             cells = torch.zeros(1, cls.block_size_multiple, 1, spec.head_dim, device="cuda").bfloat16()
-            for ranges in (None, PrefillRanges(bounds, bounds, 1)):
-                meta = AttentionMetadata(one - 1, one, one[None] - 1, 1, ranges)
+            for ranges in (None, PrefillRanges(bounds, bounds * length, 1)):
+                meta = AttentionMetadata(context - 1, context, table, length, ranges)
                 alone = replace(spec, num_heads=1, num_kv_heads=1, kv_from=None)
                 cls().forward(cells[0, :1], KVCache(cells, cells), meta, alone)
         except (RuntimeError, TypeError, AssertionError) as error:

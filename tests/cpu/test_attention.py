@@ -206,8 +206,11 @@ class FakeFlashAttn(ModuleType):
         self.seen.append(options)
         if self.lacks == "head_dim" and q.shape[-1] > 128:
             raise RuntimeError("This build does not support head_dim 256.")
-        if self.lacks in options:
-            raise TypeError(f"unexpected keyword argument {self.lacks!r}")
+        if self.lacks == "softcap" in options:
+            raise TypeError("unexpected keyword argument 'softcap'")
+        longest = options.get("max_seqlen_k") or options["block_table"].shape[1] * cache[0].shape[1]
+        if self.lacks == "window_size" in options and options["window_size"][0] < longest:
+            raise RuntimeError("This flash attention build does not support local attention.")
         return q
 
     flash_attn_varlen_func = flash_attn_with_kvcache
@@ -218,6 +221,7 @@ class FakeFlashAttn(ModuleType):
     ("field", "lacks"),
     [
         ({"window": 7}, "window_size"),
+        ({"window": 300}, "window_size"),
         ({"softcap": 30.0}, "softcap"),
         ({"sinks": True}, ""),
         ({"kv_from": 0}, ""),
@@ -251,7 +255,8 @@ def test_what_a_backend_cannot_compute_is_refused_by_name(
         backend = select(name, gpu, torch.bfloat16, specs, torch.bfloat16)
         assert backend.name == "flash_attn"
         assert all(("window_size" in each) == ("window" in field) for each in package.seen)
-        assert [each.get("window_size", (6, 0)) for each in package.seen] == [(6, 0)] * len(package.seen)
+        seen = (6 if "window" not in field else field["window"] - 1), 0
+        assert {each.get("window_size", seen) for each in package.seen} <= {seen}
 
 
 def test_head_dims_are_refused_with_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from tensors import BF16, F16, F32, FP8, assert_near
 from tiny_models import MORE_FAMILIES, transformers_greedy, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.backends import FlashAttnBackend
+from nanovllm.attention.base import AttentionSpec
 from nanovllm.batch import PADDING
 from nanovllm.kernels.attention_reference import paged_decode_attention_reference
 from nanovllm.kernels.decode_attention import paged_decode_attention_triton
@@ -182,6 +184,8 @@ def test_long_answers_in_few_blocks(
         pytest.importorskip("flash_attn")
         if cache == "fp8":
             pytest.skip("flash-attn 2 reads no FP8 cache")
+        if reason := FlashAttnBackend.unsupported((AttentionSpec(4, 2, 64, window=300),)):
+            pytest.skip(reason)
     size = {"head_dim": 64, "hidden_size": 256, "sliding_window": 300, "max_position_embeddings": 4096}
     folder = write_tiny_model(tmp_path, family, **size)
     prompts = [prompt * 30 for prompt in make_prompts()]
