@@ -178,26 +178,50 @@ def _dot(b: Any, sums: list[Any], weight: Any, rows: list[Any], offset: int) -> 
     return added
 
 
+def _hidden(b: Any, number: Any) -> Any:
+    """The same int64, which LLVM does not know: it would write a loop of so many rounds out, and mix rounds
+    until registers do not suffice."""
+    kind = ir.FunctionType(_I64, [_I64])
+    return b.asm(kind, "", "=r,0", [number], side_effect=False)
+
+
 def _group_sums(b: Any, format: IntFormat, weight: Any, rows: list[Any], starts: list[Any]) -> list[Any]:
     """The sums over a group, 16 x int32 for each row."""
-    sums = starts
     short = format.bits == 4 and not _is_wide(format) and isa.level() != "avx512_bf16"
-    if short:  # 32 products of at most 15 * 127 in two int16
-        sums = [ir.Constant(_WORDS, None)] * len(rows)
-    for place in range(format.code_bytes // 4):
-        bits = load(b, plus(b, weight, 4 * LANES * place), _VI)
-        parts = [(place, bits)]
+    # In int16 32 products of at most 15 * 127 are added in pairs.
+    sums = [ir.Constant(_WORDS, None)] * len(rows) if short else starts
+
+    def added(sums: list[Any], weight: Any, rows: list[Any]) -> list[Any]:
+        """The sums with 4 more inputs, or with 4 and 4."""
+        bits = load(b, weight, _VI)
+        parts = [bits]
         if format.bits == 4:
             mask = constant(0x0F0F0F0F, _VI)
-            parts = [(place, b.and_(bits, mask))]
-            parts.append((place + 4, b.and_(b.lshr(bits, constant(4, _VI)), mask)))
-        for quad, part in parts:
+            parts = [b.and_(bits, mask), b.and_(b.lshr(bits, constant(4, _VI)), mask)]
+        for half, part in enumerate(parts):
             if not short:
-                sums = _dot(b, sums, part, rows, 4 * quad)
+                sums = _dot(b, sums, part, rows, GROUP // 2 * half)
                 continue
-            values = [spread(b, load(b, plus(b, row, 4 * quad), _I32)) for row in rows]
+            values = [spread(b, load(b, plus(b, row, GROUP // 2 * half), _I32)) for row in rows]
             products = [_byte_pairs(b, b.bitcast(part, _BYTES), b.bitcast(x, _BYTES)) for x in values]
             sums = [b.add(*each) for each in zip(sums, products, strict=True)]
+        return sums
+
+    places = format.code_bytes // 4
+    step = 8 if _is_wide(format) else 4  # bytes of 4 inputs of a row
+    if len(rows) == 1 or isa.level() in _MOST_ROWS:
+        for place in range(places):
+            own = [plus(b, row, step * place) for row in rows]
+            sums = added(sums, plus(b, weight, 4 * LANES * place), own)
+    else:
+        kept = [cgutils.alloca_once_value(b, total) for total in sums]
+        with cgutils.for_range(b, _hidden(b, _number(places))) as loop:
+            offset = b.mul(loop.index, _number(step))
+            place = b.add(weight, b.mul(loop.index, _number(4 * LANES)))
+            own = [b.add(row, offset) for row in rows]
+            for total, value in zip(kept, added([b.load(each) for each in kept], place, own), strict=True):
+                b.store(value, total)
+        sums = [b.load(each) for each in kept]
     if short:
         sums = [
             b.add(start, _pairs(b, total, constant(1, _WORDS)))
