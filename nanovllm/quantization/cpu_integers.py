@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from nanovllm import isa
-from nanovllm.kernels.cpu.int_layout import FORMATS, GROUP, IntWeight, from_blocks, quantised
+from nanovllm.kernels.cpu.int_layout import FORMATS, GROUP, IntWeight, from_blocks
 from nanovllm.kernels.cpu.int_matmul import int_embed, int_linear
+from nanovllm.kernels.cpu.int_quantise import quantise
 from nanovllm.quantization.base import Kind, LinearMethod, WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.unquantized import QuantConfig
 
@@ -72,7 +73,7 @@ class IntegerLinearMethod(LinearMethod):
             if isinstance(source, _Blocks) and source.stored_as == self.format.name and self.as_stored:
                 codes, scales = from_blocks(self.format, source.blocks(some, columns))
             else:
-                codes, scales = quantised(self.format, source[some, columns])
+                codes, scales = quantise(self.format, source[some, columns])
             self.weight.store(first + start - rows.start, codes, scales)
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -18,7 +18,8 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM, SamplingParams, isa
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.cpu.int_layout import FORMATS, dequantised, quantised
+from nanovllm.kernels.cpu.int_layout import FORMATS, dequantised
+from nanovllm.kernels.cpu.int_quantise import quantise
 from nanovllm.layers.weights import allocate
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
@@ -80,7 +81,7 @@ def test_which_weights_are_quantised(dense: Path, quantization: str) -> None:
     assert floats == {"weight", "bias"}
     tensors = load_file(dense / "model.safetensors")
     prefix = "model.layers.0.self_attn."
-    stored = [quantised(FORMATS[linear], tensors[f"{prefix}{name}_proj.weight"]) for name in "qkv"]
+    stored = [quantise(FORMATS[linear], tensors[f"{prefix}{name}_proj.weight"]) for name in "qkv"]
     found = model.get_submodule(f"{prefix}qkv_proj").method.weight.dense()
     assert torch.equal(found, torch.cat([dequantised(FORMATS[linear], *each) for each in stored]))
 

@@ -12,8 +12,15 @@ import pytest
 import torch
 
 from nanovllm import isa
-from nanovllm.kernels.cpu.int_layout import FORMATS, IntWeight, dequantised, from_blocks, quantised
+from nanovllm.kernels.cpu.int_layout import (
+    FORMATS,
+    IntWeight,
+    dequantised,
+    from_blocks,
+    quantise_reference,
+)
 from nanovllm.kernels.cpu.int_matmul import int_embed, int_linear, int_linear_reference
+from nanovllm.kernels.cpu.int_quantise import quantise
 from nanovllm.kernels.cpu.team import num_threads
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")
@@ -27,7 +34,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 def packed(name: str, n: int, k: int, seed: int = 0) -> IntWeight:
     torch.manual_seed(seed)
     weight = IntWeight.zeros(FORMATS[name], n, k)
-    weight.store(0, *quantised(FORMATS[name], torch.randn(n, k)))
+    weight.store(0, *quantise(FORMATS[name], torch.randn(n, k)))
     return weight
 
 
@@ -168,9 +175,38 @@ def test_quantising_is_at_least_as_exact_as_ggufs(name: str) -> None:
     values = np.random.default_rng(1).normal(size=(64, 256)).astype(np.float32)
     kind = gguf.GGMLQuantizationType[name]
     theirs = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
-    ours = dequantised(FORMATS[name], *quantised(FORMATS[name], torch.from_numpy(values))).numpy()
+    ours = dequantised(FORMATS[name], *quantise(FORMATS[name], torch.from_numpy(values))).numpy()
     limit = 1.01 if name == "Q8_0" else 0.97
     assert np.square(ours - values).sum() < limit * np.square(theirs - values).sum()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantising_is_that_of_plain_torch(name: str, dtype: torch.dtype) -> None:
+    """Also of zeros, of values so small that their scale is 0, and of groups that are not whole."""
+    torch.manual_seed(2)
+    for n, k in ((37, 100), (5, 32), (3, 17), (200, 640)):
+        values = (torch.randn(n, k + 3) * torch.logspace(-9, 3, n)[:, None]).to(dtype)[:, :k]
+        values[1], values[2, :9] = 0.0, 0.0
+        found, wanted = quantise(FORMATS[name], values), quantise_reference(FORMATS[name], values)
+        assert [each.shape for each in found] == [each.shape for each in wanted]
+        errors = []
+        for codes, scales in (found, wanted):
+            far = dequantised(FORMATS[name], codes, scales)[:, :k] - values.float()
+            errors.append(far.square().sum(1))
+        assert (errors[0] <= 1.001 * errors[1] + 1e-30).all()
+        same = [torch.equal(*each) for each in zip(found, wanted, strict=True)]
+        assert all(same) or name != "Q8_0"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_that_is_not_finite_is_seen_in_its_output(name: str) -> None:
+    values = torch.randn(20, 64)
+    values[3, 40], values[5, 7] = float("nan"), float("inf")
+    weight = IntWeight.zeros(FORMATS[name], 20, 64)
+    weight.store(0, *quantise(FORMATS[name], values))
+    spoilt = int_linear(torch.randn(2, 64), weight).isfinite().logical_not()
+    assert spoilt.all(0).nonzero().flatten().tolist() == [3, 5] and spoilt.sum() == 4
 
 
 def test_values_that_are_not_finite_and_rows_of_zeros() -> None:

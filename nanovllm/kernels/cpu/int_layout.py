@@ -14,7 +14,7 @@ GROUP = 32  # inputs that share a scale
 LANES = 16  # outputs of a block
 _LINE = 64
 _ROWS = 2**15  # groups that are quantised at once, so that they stay in the cache
-_FACTORS = tuple(0.82 + 0.06 * step for step in range(5))  # of the scale of 4 bits, tried in turn
+FACTORS = tuple(0.82 + 0.06 * step for step in range(5))  # of the scale of 4 bits, tried in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,8 @@ def from_blocks(format: IntFormat, blocks: torch.Tensor) -> tuple[torch.Tensor, 
     return codes, blocks[..., :first].contiguous().view(torch.float16)
 
 
-def quantised(format: IntFormat, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """values [n, k] -> codes and scales; k is padded with zeros to whole groups."""
+def quantise_reference(format: IntFormat, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantise` of `int_quantise.py` in plain torch, for finite values."""
     n, k = values.shape
     padded = torch.nn.functional.pad(values, (0, -k % GROUP)).view(n, -1, GROUP)
     step = max(1, _ROWS // padded.shape[1])
@@ -155,7 +155,7 @@ def _quantised(format: IntFormat, x: torch.Tensor) -> tuple[torch.Tensor, torch.
         return (_divided(x, scale).clamp(-127, 127) + 128).to(torch.uint8), scale
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     best: list[torch.Tensor] = []
-    for factor in _FACTORS:
+    for factor in FACTORS:
         if format.numbers == 2:
             minimum = (low + (high - low) * (1 - factor) / 2).clamp_max(high).half()
             found = [((high - low) * factor / 15).half(), minimum]

@@ -52,7 +52,7 @@ def make_product(format: str, dtype: str) -> Callable[..., None]:
 
     (load, store), (load_part, store_part), size = v.WHOLE[dtype], v.PART[dtype], v.SIZES[dtype]
     one, two, four, eight = (int_vectors.tile(format, rows) for rows in (1, 2, 4, 8))
-    sum_of, add = int_vectors.sum_of, v.add
+    sum_of, add, prefetch = int_vectors.sum_of, v.add, v.prefetch
 
     @njit(nogil=True, error_model="numpy")
     def finish(
@@ -94,6 +94,7 @@ def make_product(format: str, dtype: str) -> Callable[..., None]:
         residual_stride: int,
         vectors: int,
         columns: int,
+        ahead: int,
         program: int,
         thread: int,
     ) -> None:
@@ -101,13 +102,20 @@ def make_product(format: str, dtype: str) -> Callable[..., None]:
         end = min(rows, first_row + 64)
         first = program % columns * vectors
         residual_bytes, out_bytes = residual_stride * size, n * size
-        for index in range(first, min(first + vectors, (n + 15) // 16)):
+        last = min(first + vectors, (n + 15) // 16)
+        # While some rows are multiplied, the block that this thread reads next comes into its cache.
+        share = block_bytes // 64 * 8 // (end - first_row) if end - first_row >= 16 else 0
+        for index in range(first, last):
             block = weight + index * block_bytes
+            coming = block + (1 if index + 1 < last else ahead) * block_bytes
             count = min(16, n - 16 * index)
             own_bias = bias + 16 * size * index if bias else 0
             row = first_row
             while row < end:
                 place = x + row * row_bytes
+                for line in range(share):
+                    prefetch(coming + 64 * line)
+                coming += 64 * share
                 if row + 8 <= end:
                     done, sums = 8, eight(place, row_bytes, block, groups)
                 elif row + 4 <= end:
@@ -184,11 +192,12 @@ def int_linear(
     records = empty((rows, row_bytes), torch.uint8)
     _QUANTISE.launch(variant, rows, x, records, k, x.stride(0), row_bytes)
     vectors = _vectors(n, rows)
+    ahead = vectors * (team().size - 1) + 1  # blocks to the next program of a thread
     columns, chunks = -(-n // (LANES * vectors)), -(-rows // _ROWS)
     block_bytes, stride = weight.data.stride(0), 0 if residual is None else residual.stride(0)
     tensors = records, weight.data, bias, residual, out
     sizes = rows, n, groups, row_bytes, block_bytes, stride
-    _PRODUCT.launch(variant, columns * chunks, *tensors, *sizes, vectors, columns)
+    _PRODUCT.launch(variant, columns * chunks, *tensors, *sizes, vectors, columns, ahead)
     return out
 
 

@@ -297,6 +297,12 @@ def sum_of(b: Any, address: Any) -> Any:
     return value
 
 
+@emitted(void, i64, f32x16)
+def store_codes(b: Any, address: Any, x: Any) -> None:
+    """16 floats from 0 to 255 as bytes."""
+    store(b, address, b.trunc(b.fptosi(x, _VI), ir.VectorType(_I8, LANES)))
+
+
 # -- rows of a weight ---------------------------------------------------------------------------------------
 
 
