@@ -1,0 +1,156 @@
+"""Output tokens/s on a CPU: nanovllm, or another engine on the same prompts.
+
+    python -m tools.bench_cpu nanovllm MODEL --option quantization=int8
+    python -m tools.bench_cpu openvino FOLDER      # of optimum-cli export openvino -m MODEL FOLDER
+    python -m tools.bench_cpu llama_cpp FILE.gguf  # one sequence only
+    python -m tools.bench_cpu vllm MODEL --option dtype=bfloat16
+
+Prompts are common words, one token each in most vocabularies, with a fixed seed; temperature 0.6, and every
+answer has its full length. `long` counts words of prompts instead. Run engines in turn, on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+Generate = Callable[[list[str], int], None]  # prompts and the tokens of each answer
+TEXT = "the a of to and in is it you that he was for on are with as his they be at one have this from"
+TEMPERATURE = 0.6
+
+
+class Work(NamedTuple):
+    """Prompts, each of `least` to `most` words, and the tokens of an answer."""
+
+    prompts: int
+    least: int
+    most: int
+    tokens: int
+
+
+WORKLOADS = {
+    "mixed": Work(64, 16, 120, 64),
+    "equal": Work(64, 64, 64, 64),
+    "few": Work(16, 16, 120, 64),
+    "one": Work(1, 30, 30, 256),
+    "long": Work(8, 1000, 1000, 1),
+}
+
+
+def prompts_of(work: Work) -> list[str]:
+    rng, words = random.Random(0), TEXT.split()
+    lengths = [rng.randint(work.least, work.most) for _ in range(work.prompts)]
+    return [" ".join(rng.choice(words) for _ in range(length)) for length in lengths]
+
+
+def nanovllm_engine(model: str, options: dict[str, Any]) -> Generate:
+    from nanovllm import LLM, SamplingParams
+
+    llm = LLM(model, device="cpu", enable_prefix_caching=False, **options)
+
+    def generate(prompts: list[str], tokens: int) -> None:
+        params = SamplingParams(temperature=TEMPERATURE, max_tokens=tokens, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert all(len(output["token_ids"]) == tokens for output in outputs)
+
+    return generate
+
+
+def vllm_engine(model: str, options: dict[str, Any]) -> Generate:
+    import vllm
+
+    llm = vllm.LLM(model, enable_prefix_caching=False, max_model_len=2048, **options)
+
+    def generate(prompts: list[str], tokens: int) -> None:
+        params = vllm.SamplingParams(temperature=TEMPERATURE, max_tokens=tokens, ignore_eos=True)
+        llm.generate(prompts, params, use_tqdm=False)
+
+    return generate
+
+
+def openvino_engine(model: str, options: dict[str, Any]) -> Generate:
+    import openvino_genai
+
+    schedule = openvino_genai.SchedulerConfig()
+    schedule.cache_size, schedule.max_num_seqs, schedule.max_num_batched_tokens = 2, 256, 8192
+    pipeline = openvino_genai.LLMPipeline(model, "CPU", scheduler_config=schedule, **options)
+
+    def generate(prompts: list[str], tokens: int) -> None:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.apply_chat_template = tokens, True, False
+        config.do_sample, config.temperature = True, TEMPERATURE
+        pipeline.generate(prompts, config)
+
+    return generate
+
+
+def llama_cpp_engine(model: str, options: dict[str, Any]) -> Generate:
+    import llama_cpp
+
+    llm = llama_cpp.Llama(model, n_ctx=2048, verbose=False, flash_attn=True, **options)
+
+    def generate(prompts: list[str], tokens: int) -> None:
+        for prompt in prompts:
+            llm.reset()
+            answer = llm.generate(
+                llm.tokenize(prompt.encode()), temp=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0
+            )
+            for _ in range(tokens):
+                next(answer)
+
+    return generate
+
+
+ENGINES: dict[str, Callable[[str, dict[str, Any]], Generate]] = {
+    "nanovllm": nanovllm_engine,
+    "openvino": openvino_engine,
+    "llama_cpp": llama_cpp_engine,
+    "vllm": vllm_engine,
+}
+
+
+def rates(generate: Generate, work: Work, runs: int) -> list[float]:
+    """Tokens of answers a second, or words of prompts for answers of one token."""
+    prompts = prompts_of(work)
+    generate(prompts[:4], min(work.tokens, 8))
+    found = []
+    for _ in range(runs):
+        start = perf_counter()
+        generate(prompts, work.tokens)
+        counted = work.prompts * (work.tokens if work.tokens > 1 else work.least)
+        found.append(counted / (perf_counter() - start))
+    return found
+
+
+def option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    return name, int(value) if value.isdecimal() else value
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("model")
+    parser.add_argument("--only", action="append", choices=WORKLOADS, help="default: mixed, equal and one")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--tokens", type=int, help="of each answer, instead of the workload's own")
+    parser.add_argument("--option", action="append", type=option, default=[], help="NAME=VALUE of the engine")
+    args = parser.parse_args(argv)
+    start = perf_counter()
+    generate = ENGINES[args.engine](args.model, dict(args.option))
+    print(f"start of the engine, with its imports: {perf_counter() - start:.1f} s", flush=True)
+    for name in args.only or ("mixed", "equal", "one"):
+        work = WORKLOADS[name]
+        if args.tokens:
+            work = work._replace(tokens=args.tokens)
+        found = rates(generate, work, args.runs)
+        print(f"{name:6}", " / ".join(f"{rate:.1f}" for rate in found), "tokens/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
