@@ -6,6 +6,7 @@ Decides nothing at import time, and keeps no state except the device itself.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -90,10 +91,14 @@ class Device:
         self.empty_cache()
 
     def empty_cache(self) -> None:
-        """Return memory that no tensor uses to the driver."""
+        """Return memory that no tensor uses to the driver, or on a CPU to the system."""
         if self.is_cuda:
             torch.cuda.synchronize(self.torch)
             torch.cuda.empty_cache()
+        elif trim := getattr(
+            ctypes.CDLL(None), "malloc_trim", None
+        ):  # glibc's; a large tensor may lie in a hole
+            trim(0)
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes of the device, or of the host's memory on a CPU; other processes count."""
