@@ -95,10 +95,8 @@ class Device:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch)
             torch.cuda.empty_cache()
-        elif trim := getattr(
-            ctypes.CDLL(None), "malloc_trim", None
-        ):  # glibc's; a large tensor may lie in a hole
-            trim(0)
+        elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)  # glibc keeps holes of the heap, where large tensors may have been
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes of the device, or of the host's memory on a CPU; other processes count."""

@@ -258,7 +258,7 @@ def check_prefill(
         assert out.shape == q.shape
         assert out.is_contiguous()
         # tanh of a score is off by up to 2**-23, and the softcap multiplies that
-        assert_near(out, expected, factor=1 if variant.softcap is None else 2)
+        assert_near(out, expected, factor=2 if variant.softcap and out.dtype == torch.float32 else 1)
 
 
 def check_keys_that_are_not_finite(device: str, variant: Variant = PLAIN) -> None:

@@ -99,6 +99,14 @@ def store(b: Any, address: Any, value: Any) -> None:
     done.align = 1
 
 
+def prefetch(b: Any, address: Any) -> None:
+    """Ask for the cache line of an address, which may be no valid one."""
+    pointer = I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    b.call(function, [b.inttoptr(address, pointer), *(ir.Constant(I32, each) for each in (0, 3, 1))])
+
+
 def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z of float32 vectors, rounded once."""
     return call(b, "llvm.fma.v16f32", VF, x, y, z)

@@ -13,7 +13,6 @@ import torch
 GROUP = 32  # inputs that share a scale
 LANES = 16  # outputs of a block
 _LINE = 64
-_ROWS = 2**15  # groups that are quantised at once, so that they stay in the cache
 FACTORS = tuple(0.82 + 0.06 * step for step in range(5))  # of the scale of 4 bits, tried in turn
 
 
@@ -140,16 +139,7 @@ def from_blocks(format: IntFormat, blocks: torch.Tensor) -> tuple[torch.Tensor, 
 
 def quantise_reference(format: IntFormat, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantise` of `int_quantise.py` in plain torch, for finite values."""
-    n, k = values.shape
-    padded = torch.nn.functional.pad(values, (0, -k % GROUP)).view(n, -1, GROUP)
-    step = max(1, _ROWS // padded.shape[1])
-    parts = [_quantised(format, padded[start : start + step].float()) for start in range(0, n, step)]
-    codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
-    return codes, scales
-
-
-def _quantised(format: IntFormat, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, groups, 32]. With 4 bits the scale of the least squared error, of a few."""
+    x = torch.nn.functional.pad(values.float(), (0, -values.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     if format.bits == 8:
         scale = (x.abs().amax(-1, keepdim=True) / 127).half()
         return (_divided(x, scale).clamp(-127, 127) + 128).to(torch.uint8), scale

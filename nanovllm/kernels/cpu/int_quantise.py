@@ -15,7 +15,7 @@ def _make(name: str, dtype: str) -> Callable[..., None]:
     from numba import njit
 
     from nanovllm.kernels.cpu import vectors as v
-    from nanovllm.kernels.cpu.int_vectors import store_codes
+    from nanovllm.kernels.cpu.int_vectors import MAGIC, store_codes
 
     format = FORMATS[name]
     bits, middle, numbers, code_bytes = format.bits, format.middle, format.numbers, format.code_bytes
@@ -24,11 +24,11 @@ def _make(name: str, dtype: str) -> Callable[..., None]:
     maximum, minimum, absolute, total, largest = v.maximum, v.minimum, v.absolute, v.total, v.largest
     get_f16, set_f16 = v.get_f16, v.set_f16
     bottom, top = (0.0, 15.0) if bits == 4 else (1.0, 255.0)
-    start, step, count = FACTORS[0], FACTORS[1] - FACTORS[0], len(FACTORS)
+    start, step, count = FACTORS[0], FACTORS[1] - FACTORS[0], len(FACTORS) if bits == 4 else 1
 
     @njit(nogil=True, error_model="numpy")
     def codes_of(x: Any, offset: float, inverse: float) -> Any:
-        magic = splat(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, to even
+        magic = splat(MAGIC)
         code = sub(add(mul(sub(x, splat(offset)), splat(inverse)), magic), magic)
         return minimum(maximum(add(code, splat(middle)), splat(bottom)), splat(top))
 
@@ -39,7 +39,7 @@ def _make(name: str, dtype: str) -> Callable[..., None]:
 
     @njit(nogil=True, error_model="numpy")
     def propose(place: int, low: float, high: float, factor: float) -> None:
-        """Write the numbers of a group, with 4 bits for a share of its range."""
+        """Write the scale and the minimum of a group, with 4 bits for a share of its range."""
         if bits == 8:
             set_f16(place, max(high, -low) / 127.0)
         elif numbers == 2:
@@ -47,6 +47,13 @@ def _make(name: str, dtype: str) -> Callable[..., None]:
             set_f16(place + 2, min(low + (high - low) * (1.0 - factor) / 2.0, high))
         else:
             set_f16(place, (high if high > -low else low) * factor / -8.0)
+
+    @njit(nogil=True, error_model="numpy")
+    def written(place: int) -> tuple[float, float, float]:
+        """The scale of a group as it is stored, its minimum or 0, and what to multiply values by."""
+        scale = get_f16(place)
+        offset = get_f16(place + 2) if numbers == 2 else scale * 0.0
+        return scale, offset, 1.0 / scale if scale != 0.0 else 0.0
 
     def quantise(
         x: Address, codes: Address, scales: Address, k: int, stride: int, program: int, thread: int
@@ -64,28 +71,21 @@ def _make(name: str, dtype: str) -> Callable[..., None]:
             place = scales + 2 * numbers * (program * groups + group)
             high = largest(maximum(first, second))
             low = -largest(maximum(sub(splat(0.0), first), sub(splat(0.0), second)))
-            if bits == 8:
-                propose(place, low, high, 1.0)
-            else:
-                best, least = 0, 3.4e38
-                for each in range(count):
-                    propose(place, low, high, start + step * each)
-                    scale = get_f16(place)
-                    offset = get_f16(place + 2) if numbers == 2 else scale * 0.0
-                    inverse = 1.0 / scale if scale != 0.0 else 0.0
-                    far = add(
-                        squares(first, codes_of(first, offset, inverse), offset, scale),
-                        squares(second, codes_of(second, offset, inverse), offset, scale),
-                    )
-                    error = total(far)
-                    if error < least:
-                        best, least = each, error
-                propose(place, low, high, start + step * best)
+            best, least = 0, 3.4e38
+            for each in range(count):
+                propose(place, low, high, start + step * each)
+                scale, offset, inverse = written(place)
+                far = add(
+                    squares(first, codes_of(first, offset, inverse), offset, scale),
+                    squares(second, codes_of(second, offset, inverse), offset, scale),
+                )
+                error = total(far)
+                if error < least:
+                    best, least = each, error
+            propose(place, low, high, start + step * best)
             if not total(add(absolute(first), absolute(second))) <= 3.4e38:
                 set_f16(place, total(add(first, second)) * 0.0)  # NaN, as a product with the weight would be
-            scale = get_f16(place)
-            offset = get_f16(place + 2) if numbers == 2 else scale * 0.0
-            inverse = 1.0 / scale if scale != 0.0 else 0.0
+            _, offset, inverse = written(place)
             lower, upper = codes_of(first, offset, inverse), codes_of(second, offset, inverse)
             target = codes + code_bytes * (program * groups + group)
             if bits == 8:

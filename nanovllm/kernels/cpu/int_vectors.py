@@ -23,6 +23,7 @@ from nanovllm.kernels.cpu.emitting import (
     load,
     multiply_add,
     plus,
+    prefetch,
     shuffle,
     spread,
     store,
@@ -35,7 +36,7 @@ _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 _VF, _VI = (ir.VectorType(each, LANES) for each in (_F32, _I32))
 _BYTES, _WORDS = ir.VectorType(_I8, 4 * LANES), ir.VectorType(_I16, 2 * LANES)
-_MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which is in the lower bits
+MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which is in the lower bits
 _TINY = 1e-30  # a group whose largest value is below is 0
 _AHEAD = 2048  # bytes that are asked for before they are needed
 _MOST_ROWS = {"avx512_bf16": 8, "avx512": 8}  # whose sums stay in registers; 4 elsewhere
@@ -104,7 +105,7 @@ def quantise(name: str) -> Any:
         steps = ir.Constant(_F32, 127.0)
         factor = spread(b, b.select(tiny, zero, b.fdiv(steps, largest)))
         scale = b.select(tiny, zero, b.fdiv(largest, steps))
-        magic = constant(_MAGIC)
+        magic = constant(MAGIC)
         rounded = [b.bitcast(b.fadd(b.fmul(each, factor), magic), _VI) for each in (x, y)]
         codes = [b.sub(each, b.bitcast(magic, _VI)) for each in rounded]
         total = _combined(b, b.add(*codes), b.add)
@@ -230,13 +231,6 @@ def _group_sums(b: Any, format: IntFormat, weight: Any, rows: list[Any], starts:
     return sums
 
 
-def _prefetch(b: Any, address: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-    name = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    pointer = b.inttoptr(address, _I8.as_pointer())
-    b.call(name, [pointer, *(ir.Constant(_I32, each) for each in (0, 3, 1))])
-
-
 def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, groups: Any) -> list[Any]:
     """The product of each row with 16 outputs, groups in order: float32."""
     size, codes, numbers = _record(format), LANES * format.code_bytes, 2 * LANES * format.numbers
@@ -251,7 +245,7 @@ def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, groups: 
         starts = [ir.Constant(_VI, None)] * len(rows) if format.numbers == 2 else [spread(b, x) for x in last]
         if len(rows) == 1:
             for line in range(0, codes, 4 * LANES):
-                _prefetch(b, plus(b, place, _AHEAD + line))
+                prefetch(b, plus(b, place, _AHEAD + line))
         sums = _group_sums(b, format, place, own, starts)
         at = b.add(scales, b.mul(loop.index, _number(numbers)))
         halves = ir.VectorType(_I16, LANES)

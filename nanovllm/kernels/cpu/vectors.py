@@ -225,12 +225,7 @@ def set_i64(b: Any, p: Any, x: Any) -> None:
     store(b, p, x)
 
 
-@emitted(void, i64)
-def prefetch(b: Any, p: Any) -> None:
-    """Ask for the cache line of `p`, which may be no valid address."""
-    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-    name = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    b.call(name, [b.inttoptr(p, _I8.as_pointer()), *(ir.Constant(_I32, each) for each in (0, 3, 1))])
+prefetch = emitted(void, i64)(e.prefetch)
 
 
 # -- arithmetic ---------------------------------------------------------------------------------------------
