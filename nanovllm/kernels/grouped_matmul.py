@@ -7,6 +7,7 @@ sums K in the same order, so the bits of a row do not depend on other rows. Owns
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from nanovllm.kernels.compat import (
     shared_memory,
     tl,
 )
+from nanovllm.kernels.cpu.int_layout import IntExperts
 from nanovllm.kernels.expert_tiles import PLAIN_MLP, Chosen, ExpertMLP, ExpertTiles
 from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Experts
 from nanovllm.kernels.int4_values import first_scale, tile_values, waited
@@ -360,13 +362,18 @@ def experts_triton(
 
 def experts_reference(
     x: torch.Tensor,
-    gate_up: torch.Tensor | Int4Experts,
-    down: torch.Tensor | Int4Experts,
+    gate_up: torch.Tensor | Int4Experts | IntExperts,
+    down: torch.Tensor | Int4Experts | IntExperts,
     chosen: Chosen,
     mlp: ExpertMLP = PLAIN_MLP,
+    linear: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """`experts_triton` in plain torch, which needs no tiles. Computes only experts that have rows."""
+    """`experts_triton` in plain torch, which needs no tiles. Computes only experts that have rows.
+
+    linear: the product of rows with the weight of an expert; `F.linear` by default.
+    """
     ids, weights = chosen
+    product: Callable[..., torch.Tensor] = linear or F.linear
     products = x.new_zeros(ids.numel(), down.shape[1])
     flat = ids.flatten()
     order = flat.argsort(stable=True)
@@ -375,11 +382,11 @@ def experts_reference(
     for expert, count in enumerate(counts[1:]):
         if count:
             pairs = order[start : start + count]
-            rows = F.linear(x[pairs // ids.shape[1]], gate_up[expert])
+            rows = product(x[pairs // ids.shape[1]], gate_up[expert])
             if mlp.gate_up_bias is not None:
                 halves = rows.view(count, 2, -1)[:, :, : mlp.width]
                 halves += mlp.gate_up_bias[expert].view(2, -1)
-            rows = F.linear(silu_and_mul_reference(rows, mlp.activation.kind), down[expert])
+            rows = product(silu_and_mul_reference(rows, mlp.activation.kind), down[expert])
             products[pairs] = rows if mlp.down_bias is None else rows + mlp.down_bias[expert]
             start += count
     scaled = products.view(*ids.shape, -1).float() * weights[:, :, None]

@@ -268,15 +268,16 @@ class _Config:
         return config | self._window() | self._experts() | self._quantization()
 
     def _quantization(self) -> dict[str, Any]:
-        """What quantised matrices are stored as, by their module."""
+        """What quantised matrices are stored as, by their module; those of all experts by experts.up_proj."""
         types: dict[str, str] = {}
+        block = "block_sparse_moe" if self._is_mixtral else "mlp"
         for stored, tensor in self.tensors.items():
             match = _TENSOR.fullmatch(stored)
             if match is None or len(tensor.shape) == 1 or tensor.stored_as in _FLOATS:
                 continue
             layer, last, _ = match.groups()
             known = _NAMES if layer is None else _LAYER_NAMES
-            name = "mlp.experts" if last in _EXPERTS else known.get(last, last)
+            name = f"{block}.experts.{_EXPERTS[last]}" if last in _EXPERTS else known.get(last, last)
             types[name if layer is None else f"model.layers.{int(layer)}.{name}"] = tensor.stored_as
         return {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
 

@@ -14,14 +14,27 @@ import torch
 from torch import nn
 
 from nanovllm import isa
-from nanovllm.kernels.cpu.int_layout import FORMATS, GROUP, IntWeight, from_blocks
+from nanovllm.kernels.cpu.int_layout import FORMATS, GROUP, IntExperts, IntFormat, IntWeight, from_blocks
 from nanovllm.kernels.cpu.int_matmul import int_embed, int_linear
 from nanovllm.kernels.cpu.int_quantise import quantise
-from nanovllm.quantization.base import Kind, LinearMethod, WeightOptions, WeightShard, WeightSource
+from nanovllm.kernels.expert_tiles import ExpertMLP
+from nanovllm.kernels.grouped_matmul import experts_reference
+from nanovllm.kernels.routing import Routing
+from nanovllm.quantization.base import (
+    ExpertsMethod,
+    ExpertWeights,
+    Kind,
+    LinearMethod,
+    Normed,
+    WeightOptions,
+    WeightShard,
+    WeightSource,
+)
 from nanovllm.quantization.unquantized import QuantConfig
 
 _ROUTERS = ("gate", "shared_expert_gate")
 _PRODUCTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # modules that are multiplied as one
+_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # modules that all are integers, or none is
 _ROWS = 4096  # that are read and quantised at once
 
 
@@ -33,6 +46,30 @@ class _Blocks(Protocol):
 
     def blocks(self, rows: slice, columns: slice) -> torch.Tensor:
         """Blocks [rows, groups, bytes], uint8."""
+
+
+def _check_groups(shards: list[WeightShard], k: int) -> None:
+    """ValueError if ranks would split groups of a file. k: the inputs of a rank."""
+    for shard in shards:
+        if shard.dim == 1 and (shard.start % GROUP or k % GROUP):
+            raise ValueError(
+                f"{shard.shape[1]} inputs in groups of {GROUP} cannot be split into parts of {k}; use "
+                "another tensor_parallel_size, or quantization='dequantize'"
+            )
+
+
+def _load(weight: IntWeight, shard: WeightShard, source: WeightSource, as_stored: bool) -> None:
+    """Fill a shard's part of a weight. as_stored: keep the blocks of a file in the same format."""
+    part = slice(shard.start, shard.start + shard.length)
+    rows, columns = (slice(0, shard.shape[0]), part) if shard.dim == 1 else (part, slice(0, shard.shape[1]))
+    first = 0 if shard.dim == 1 else shard.offset
+    for start in range(rows.start, rows.stop, _ROWS):
+        some = slice(start, min(start + _ROWS, rows.stop))
+        if as_stored and isinstance(source, _Blocks) and source.stored_as == weight.format.name:
+            codes, scales = from_blocks(weight.format, source.blocks(some, columns))
+        else:
+            codes, scales = quantise(weight.format, source[some, columns])
+        weight.store(first + start - rows.start, codes, scales)
 
 
 class IntegerLinearMethod(LinearMethod):
@@ -51,30 +88,15 @@ class IntegerLinearMethod(LinearMethod):
     ) -> list[WeightShard]:
         """`packed`, the codes and scales. ValueError if ranks would split groups of a file."""
         n, k = shape
-        for shard in shards:
-            if self.as_stored and shard.dim == 1 and (shard.start % GROUP or k % GROUP):
-                raise ValueError(
-                    f"{shard.shape[1]} inputs in groups of {GROUP} cannot be split into parts of {k}; use "
-                    "another tensor_parallel_size, or quantization='dequantize'"
-                )
+        if self.as_stored:
+            _check_groups(shards, k)
         self.dtype, self.fuse = options.dtype, options.fuse
         self.weight = IntWeight.zeros(self.format, n, k, options.device)
         layer.register_parameter("packed", nn.Parameter(self.weight.data, requires_grad=False))
         return shards
 
     def load(self, shard: WeightShard, source: WeightSource) -> None:
-        part = slice(shard.start, shard.start + shard.length)
-        rows, columns = (
-            (slice(0, shard.shape[0]), part) if shard.dim == 1 else (part, slice(0, shard.shape[1]))
-        )
-        first = 0 if shard.dim == 1 else shard.offset
-        for start in range(rows.start, rows.stop, _ROWS):
-            some = slice(start, min(start + _ROWS, rows.stop))
-            if isinstance(source, _Blocks) and source.stored_as == self.format.name and self.as_stored:
-                codes, scales = from_blocks(self.format, source.blocks(some, columns))
-            else:
-                codes, scales = quantise(self.format, source[some, columns])
-            self.weight.store(first + start - rows.start, codes, scales)
+        _load(self.weight, shard, source, self.as_stored)
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return int_linear(x.flatten(0, -2), self.weight, bias).unflatten(0, x.shape[:-1])
@@ -95,6 +117,44 @@ class IntegerLinearMethod(LinearMethod):
         return method
 
 
+class IntegerExpertsMethod(ExpertsMethod):
+    """The products of experts with integers, one expert after the other. `gate_up` and `down` may have two
+    formats."""
+
+    gate_up: IntExperts
+    down: IntExperts
+
+    def __init__(self, gate_up: str, down: str, as_stored: bool = False) -> None:
+        """As `IntegerLinearMethod`, the format of each weight."""
+        self.formats: tuple[IntFormat, IntFormat] = FORMATS[gate_up], FORMATS[down]
+        self.as_stored = as_stored
+
+    def create(
+        self, layer: nn.Module, gate_up: ExpertWeights, down: ExpertWeights, options: WeightOptions
+    ) -> list[WeightShard]:
+        """`gate_up_packed` and `down_packed`. ValueError as of `IntegerLinearMethod`."""
+        shards = gate_up.shards + down.shards
+        if self.as_stored:
+            _check_groups(shards, down.shape[2])
+        made = (
+            IntExperts.zeros(format, *weights.shape, options.device)
+            for format, weights in zip(self.formats, (gate_up, down), strict=True)
+        )
+        self.gate_up, self.down = made
+        for name in ("gate_up", "down"):
+            data = getattr(self, name).data
+            layer.register_parameter(f"{name}_packed", nn.Parameter(data, requires_grad=False))
+        return shards
+
+    def load(self, shard: WeightShard, source: WeightSource) -> None:
+        assert shard.index is not None
+        weights = self.down if shard.dim else self.gate_up  # ranks split down by its inputs
+        _load(weights[shard.index], shard, source, self.as_stored)
+
+    def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+        return experts_reference(x.tensor(), self.gate_up, self.down, routing.chosen(), mlp, int_linear)
+
+
 def _no_kernels(capability: tuple[int, int]) -> str | None:
     """Why there are no kernels for integers on a device, and what to do; None if there are."""
     if capability != (0, 0):
@@ -104,8 +164,8 @@ def _no_kernels(capability: tuple[int, int]) -> str | None:
 
 @dataclass(frozen=True)
 class IntegerConfig(QuantConfig):
-    """Weights become integers as they are loaded: linear layers in `format`, embeddings and the LM head in 8
-    bits. Routers, norms, biases and experts stay in the model's dtype."""
+    """Weights become integers as they are loaded: linear layers and experts in `format`, embeddings and the
+    LM head in 8 bits. Routers, norms and biases stay in the model's dtype."""
 
     option: str
     format: str
@@ -114,6 +174,9 @@ class IntegerConfig(QuantConfig):
         if path.rpartition(".")[2] in _ROUTERS:
             return super().method(path, kind)
         return IntegerLinearMethod(self.format if kind == "linear" else "Q8_0")
+
+    def experts(self, path: str) -> ExpertsMethod:
+        return IntegerExpertsMethod(self.format, self.format)
 
     def on(self, capability: tuple[int, int]) -> QuantConfig:
         """ValueError if the device has no kernels."""
@@ -129,7 +192,8 @@ class IntegerConfig(QuantConfig):
 @dataclass(frozen=True)
 class StoredConfig(QuantConfig):
     """A GGUF file: weights in one of FORMATS stay as they are stored, others are dequantised. The modules of
-    one product must have one format, else they are dequantised. So are experts."""
+    one product must have one format, else they are dequantised, and the experts of a layer all stay, or none.
+    """
 
     types: Mapping[str, str] = field(default_factory=dict, hash=False)  # of quantised modules, by their path
     kernels: bool = True
@@ -146,8 +210,20 @@ class StoredConfig(QuantConfig):
         found = self._format(path)
         return super().method(path, kind) if found is None else IntegerLinearMethod(found, as_stored=True)
 
+    def experts(self, path: str) -> ExpertsMethod:
+        gate, _, down = (self._format(f"{path}.{name}") for name in _EXPERTS)
+        if gate is None or down is None:
+            return super().experts(path)
+        return IntegerExpertsMethod(gate, down, as_stored=True)
+
     def _format(self, path: str) -> str | None:
-        """What a module's weight is kept in; None: the model's dtype."""
+        """What the weight of a module, or this one of all experts, is kept in; None: the model's dtype."""
+        parent = path.rpartition(".")[0]
+        if parent.endswith(".experts") and None in (self._own(f"{parent}.{each}") for each in _EXPERTS):
+            return None
+        return self._own(path)
+
+    def _own(self, path: str) -> str | None:
         parent, _, name = path.rpartition(".")
         names = next((each for each in _PRODUCTS if name in each), (name,))
         first, *others = {self.types.get(f"{parent}.{each}" if parent else each) for each in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,10 +200,12 @@ def test_a_bad_file_ends_in_a_message(tmp_path: Path) -> None:
 
 def test_options_reach_the_engine_only_if_given() -> None:
     assert bench.parse_args(["--device", "cpu"]).options == {}
-    args = bench.parse_args(
-        ["--kv-cache-dtype", "fp8", "--tensor-parallel-size", "2", "--deterministic", "--device", "cpu"]
-    )
-    assert args.options == {"kv_cache_dtype": "fp8", "tensor_parallel_size": 2, "deterministic": True}
+    texts = {"--kv-cache-dtype": "fp8", "--tensor-parallel-size": "2", "--quantization": "int8"}
+    args = bench.parse_args([*chain(*texts.items()), "--deterministic", "--device", "cpu"])
+    assert args.options == {
+        **{"kv_cache_dtype": "fp8", "tensor_parallel_size": 2, "quantization": "int8"},
+        "deterministic": True,
+    }
     assert bench.parse_args(["--workload", "prefix"]).prefix_caching is True
     assert bench.parse_args(["--workload", "samples"]).prefix_caching is True
     assert bench.parse_args(["--workload", "queue"]).prefix_caching is False

@@ -18,14 +18,18 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM, SamplingParams, isa
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.cpu.int_layout import FORMATS, dequantised
+from nanovllm.kernels.cpu.int_layout import FORMATS, IntExperts, dequantised
+from nanovllm.kernels.cpu.int_matmul import int_linear, int_linear_reference
 from nanovllm.kernels.cpu.int_quantise import quantise
+from nanovllm.kernels.grouped_matmul import experts_reference
+from nanovllm.kernels.routing import Routing
 from nanovllm.layers.weights import allocate
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import load_weights
 from nanovllm.quantization.base import WeightOptions
-from nanovllm.quantization.cpu_integers import StoredConfig
+from nanovllm.quantization.cpu_integers import IntegerExpertsMethod, StoredConfig
+from nanovllm.quantization.experts import UnquantizedExpertsMethod
 from tools.write_gguf import write_gguf
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")
@@ -210,13 +214,153 @@ def test_a_folder_that_says_gguf_is_refused(dense: Path) -> None:
         load_model_config(dense, quantization="awq")
 
 
-def test_a_mixture_of_experts_keeps_its_experts_and_routers(tmp_path: Path) -> None:
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "hidden_size": 64}
-    folder = write_tiny_model(tmp_path / "folder", "qwen3_moe", head_dim=16, **sizes)
-    exact, found = prompt_logprobs(folder), prompt_logprobs(folder, quantization="int8")
-    assert 0 < (found - exact).abs().max() < 0.05
-    packed = [name for name, _ in load(folder, "int8").named_parameters() if name.endswith(".packed")]
-    assert packed and not any(".mlp." in name for name in packed)
+# -- experts ------------------------------------------------------------------------------------------------
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "hidden_size": 64}
+
+
+def experts_of(model: DecoderForCausalLM, layer: int = 0) -> IntegerExpertsMethod:
+    [block] = [each for each in model.model.layers[layer].modules() if hasattr(each, "experts_method")]
+    method = block.experts_method
+    assert isinstance(method, IntegerExpertsMethod)
+    return method
+
+
+@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.2), ("int4", 2.0)])
+def test_a_mixture_of_experts(tmp_path: Path, quantization: str, bound: float) -> None:
+    """Experts are quantised, each row of each expert by itself; routers are not. Shared ones are layers."""
+    more = {"shared_expert_intermediate_size": 96, "intermediate_size": 96}
+    folder = write_tiny_model(tmp_path / "folder", "qwen2_moe", **EXPERTS, **more)
+    exact, found = prompt_logprobs(folder), prompt_logprobs(folder, quantization=quantization)
+    assert 0 < (found - exact).abs().max() < bound
+    model, tensors = load(folder, quantization), load_file(folder / "model.safetensors")
+    floats = {name for name, each in model.named_parameters() if each.is_floating_point()}
+    assert {name.split(".", 4)[4] for name in floats if ".mlp." in name} == {
+        "gate.weight",
+        "shared_expert_gate.weight",
+    }
+    method, format = experts_of(model, 1), FORMATS["Q8_0" if quantization == "int8" else "Q4_0"]
+    for expert in range(EXPERTS["num_experts"]):
+        prefix = f"model.layers.1.mlp.experts.{expert}."
+        gate, up, down = (tensors[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
+        for weight, own in ((torch.cat([gate, up]), method.gate_up), (down, method.down)):
+            assert torch.equal(own[expert].dense(), dequantised(format, *quantise(format, weight)))
+    before = [each.data.clone() for each in (method.gate_up, method.down)]
+    for each in model.parameters():
+        each.data.fill_(1)
+    load_weights(model, folder)
+    assert all(map(torch.equal, before, (method.gate_up.data, method.down.data)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_products_of_experts(dtype: torch.dtype, rows: int) -> None:
+    """Against the twin in plain torch; with rows that are routed nowhere, and an expert without rows."""
+    torch.manual_seed(rows)
+    hidden, width, experts = 72, 40, 5
+    gate_up = IntExperts.zeros(FORMATS["Q4_1"], experts, 2 * width, hidden, torch.device("cpu"))
+    down = IntExperts.zeros(FORMATS["Q8_0"], experts, hidden, width, torch.device("cpu"))
+    for weights in (gate_up, down):
+        for expert in range(experts):
+            values = torch.randn(weights.n, weights.k) / 8
+            weights[expert].store(0, *quantise(weights.format, values))
+    x = torch.randn(rows, hidden).to(dtype)
+    logits = torch.randn(rows, experts).index_fill(1, torch.tensor([3]), -100.0)
+    slots = torch.arange(rows).index_fill(0, torch.arange(0, rows, 4), -1) if rows > 1 else None
+    chosen = Routing(logits, 2, True, slots).chosen()
+    found = experts_reference(x, gate_up, down, chosen, linear=int_linear)
+    wanted = experts_reference(x, gate_up, down, chosen, linear=int_linear_reference)
+    assert (found - wanted).abs().max() <= (1e-5 if dtype is torch.float32 else 2e-2)
+    alone = [
+        experts_reference(
+            x[i : i + 1], gate_up, down, chosen.__class__(*(c[i : i + 1] for c in chosen)), linear=int_linear
+        )
+        for i in range(rows)
+    ]
+    assert torch.equal(torch.cat(alone), found)
+    if slots is not None:
+        assert not found[slots < 0].any()
+
+
+@pytest.mark.parametrize("stored_as", FORMATS)
+def test_experts_of_a_file_are_used_as_they_are_stored(tmp_path: Path, stored_as: str) -> None:
+    folder = write_tiny_model(tmp_path / "folder", "qwen3_moe", **EXPERTS, head_dim=16)
+    path = write_gguf(folder, tmp_path / "m.gguf", random_blocks(stored_as))
+    method, exact = experts_of(load(path), 1), load(path, "dequantize").model.layers[1]
+    [block] = [each for each in exact.modules() if hasattr(each, "experts_method")]
+    for own, wanted in ((method.gate_up, block.gate_up), (method.down, block.down)):
+        assert own.format.name == stored_as
+        assert torch.equal(torch.stack([each.dense() for each in own]), wanted)
+    found, wanted = prompt_logprobs(path), prompt_logprobs(path, quantization="dequantize")
+    assert 0 < (found - wanted).abs().max() < 2
+
+
+def test_experts_that_cannot_all_stay_are_dequantised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {**EXPERTS, "hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 32}
+    folder = write_tiny_model(tmp_path / "folder", "qwen3_moe", **sizes)
+    encoders = {name: random_blocks(name) for name in ("Q4_0", "Q4_1", "Q6_K")}
+
+    def encode(name: str, values: Any) -> Any:
+        if "blk.0.ffn_down_exps" in name:
+            return encoders["Q6_K"](name, values)
+        return encoders["Q4_1" if "ffn_down_exps" in name else "Q4_0"](name, values)
+
+    path = write_gguf(folder, tmp_path / "m.gguf", encode)
+    model = load(path)
+    method = experts_of(model, 1)
+    assert (method.gate_up.format.name, method.down.format.name) == ("Q4_0", "Q4_1")
+    assert type(model.model.layers[0].mlp.experts.experts_method) is UnquantizedExpertsMethod
+    with caplog.at_level(logging.WARNING, "nanovllm"), make_tiny(path):
+        pass
+    assert "1 Q4_1; dequantised: 2 Q4_0, 1 Q6_K (" in caplog.text
+    path = "model.layers.0.block_sparse_moe.experts"  # Mixtral's
+    config = StoredConfig({f"{path}.{name}_proj": "Q8_0" for name in ("gate", "up", "down")})
+    assert type(config.experts(path)) is IntegerExpertsMethod
+    assert type(config.experts("model.layers.1.mlp.experts")) is UnquantizedExpertsMethod
+
+
+@pytest.mark.parametrize("quantization", ["int4", None])
+def test_two_ranks_hold_parts_of_experts(tmp_path: Path, quantization: str | None) -> None:
+    folder = write_tiny_model(tmp_path / "folder", "qwen3_moe", **EXPERTS, head_dim=16)
+    path = folder if quantization else write_gguf(folder, tmp_path / "m.gguf", "Q8_0")
+    whole = experts_of(load(path, quantization))
+    parts = [experts_of(load(path, quantization, TPGroup(rank, 2))) for rank in range(2)]
+    for expert in (0, 5):
+        split = torch.cat([each.down[expert].dense() for each in parts], 1)
+        assert torch.equal(split, whole.down[expert].dense())
+        gates, ups = zip(*(each.gate_up[expert].dense().chunk(2) for each in parts), strict=True)
+        assert torch.equal(torch.cat([*gates, *ups]), whole.gate_up[expert].dense())
+    answers = [
+        prompt_logprobs(path, quantization=quantization, dtype="float32", tensor_parallel_size=ranks)
+        for ranks in (1, 2)
+    ]
+    assert (answers[0] - answers[1]).abs().max() < 2e-2
+
+
+def test_ranks_that_would_split_groups_of_experts_are_refused(tmp_path: Path) -> None:
+    sizes = EXPERTS | {"moe_intermediate_size": 32, "head_dim": 16}
+    folder = write_tiny_model(tmp_path / "folder", "qwen3_moe", **sizes)
+    path = write_gguf(folder, tmp_path / "m.gguf", "Q8_0")
+    with pytest.raises(ValueError, match=r"32 inputs in groups of 32 cannot be split into parts of 16; use"):
+        load(path, tp=TPGroup(0, 2))
+    load(path, "dequantize", TPGroup(0, 2))
+    load(folder, "int8", TPGroup(0, 2))
+
+
+def test_experts_sleep_and_take_new_weights(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "folder", "qwen3_moe", **EXPERTS, head_dim=16)
+    tensors = load_file(folder / "model.safetensors")
+    with make_tiny(folder, quantization="int8") as llm:
+        first = llm.generate([PROMPT], SCORED, use_tqdm=False)[0].outputs[0]
+        for level in (1, 2):
+            llm.sleep(level=level)
+            llm.wake_up()
+            if level == 2:
+                llm.update_weights(tensors)
+            again = llm.generate([PROMPT], SCORED, use_tqdm=False)[0].outputs[0]
+            assert (first.token_ids, first.logprobs) == (again.token_ids, again.logprobs)
 
 
 @pytest.mark.network

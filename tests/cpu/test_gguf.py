@@ -189,6 +189,13 @@ def test_experts_are_tensors_of_their_own(tmp_path: Path) -> None:
     with open_checkpoint(path).tensors() as found:
         assert "model.layers.0.block_sparse_moe.experts.2.w1.weight" in found
         assert "model.layers.0.block_sparse_moe.gate.weight" in found
+    stored = np.zeros((3, 4, 34), np.uint8), Type.Q8_0
+    tensors = {f"blk.0.ffn_{name}_exps.weight": stored for name in ("gate", "up", "down")}
+    for architecture, block in (("llama", "block_sparse_moe"), ("qwen3moe", "mlp")):
+        path = write_tensors(tmp_path / "stored.gguf", tensors, architecture, **counts)
+        types = open_checkpoint(path).config()["quantization_config"]["types"]
+        names = (f"model.layers.0.{block}.experts.{name}_proj" for name in ("gate", "up", "down"))
+        assert types == dict.fromkeys(names, "Q8_0")
 
 
 @pytest.mark.skipif("Qwen3MoeForCausalLM" not in supported_architectures(), reason="no such family")

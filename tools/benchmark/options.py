@@ -11,7 +11,7 @@ from tools.benchmark.engines import ENGINES, TEMPERATURE, parse_sampling
 from tools.benchmark.workloads import GEMMA3, GPT_OSS, QWEN3, SHARED, SYNTHETIC
 
 PASSED_ON = ("max_model_len", "kv_cache_dtype", "tensor_parallel_size", "data_parallel_size")
-PASSED_ON += ("deterministic", "tokenizer")
+PASSED_ON += ("deterministic", "tokenizer", "quantization")
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -57,6 +57,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         help="to compute in; default: bfloat16 on a GPU, float32 on a CPU",
     )
     parser.add_argument("--kv-cache-dtype", help="auto or fp8")
+    parser.add_argument("--quantization", help="of weights as they are loaded: fp8, or int8 or int4 on a CPU")
     parser.add_argument("--tensor-parallel-size", type=int, metavar="N")
     parser.add_argument("--data-parallel-size", type=int, metavar="N")
     parser.add_argument(

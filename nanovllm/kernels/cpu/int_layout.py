@@ -114,6 +114,32 @@ class IntWeight:
         return IntWeight(self.format, n, self.k, self.data[: -(-n // LANES)])
 
 
+@dataclass(frozen=True, slots=True)
+class IntExperts:
+    """The weights of E experts. data [E, blocks, bytes] uint8, each expert's as in IntWeight."""
+
+    format: IntFormat
+    n: int
+    k: int
+    data: torch.Tensor
+
+    @classmethod
+    def zeros(cls, format: IntFormat, experts: int, n: int, k: int, device: torch.device) -> IntExperts:
+        one = IntWeight.zeros(format, n, k, device).data
+        return cls(format, n, k, one.new_zeros(experts, *one.shape))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.data), self.n, self.k
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, expert: int) -> IntWeight:
+        """The weight of an expert, in the same memory."""
+        return IntWeight(self.format, self.n, self.k, self.data[expert])
+
+
 def levels(format: IntFormat, codes: torch.Tensor) -> torch.Tensor:
     """codes [n, groups, code_bytes] -> integers [n, groups, 32], in float32, the middle subtracted."""
     if format.bits == 4:
