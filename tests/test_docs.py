@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -79,7 +80,7 @@ def test_every_option_is_in_its_table_with_its_default(heading: str) -> None:
 
 
 def test_every_sampling_parameter_is_explained() -> None:
-    explained = re.findall(r"^    (\w+): ", SamplingParams.__doc__ or "", re.M)
+    explained = re.findall(r"^(\w+): ", inspect.getdoc(SamplingParams) or "", re.M)
     assert explained == list(FIELDS["`SamplingParams(...)`"])
 
 
