@@ -187,6 +187,7 @@ class Panicking:
 
 
 STRUCTURE = {"begin": "[f", "schema": {}, "end": ""}
+TOO_DEEP = "json (is nested too deeply|has 101 levels)"  # the limit of Python's parser, or ours
 REFUSED: list[tuple[dict[str, Any], str]] = [  # what a row asks for, and its error
     ({"structured_outputs": {"choice": ["a"] * 10_001}}, "choice has 10,001 strings, and may have 10,000"),
     ({"structured_outputs": {"regex": "a" * (2**20 + 1)}}, "regex has 1,048,577 characters"),
@@ -194,7 +195,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # what a row asks for, and its er
         {"structured_outputs": {"json": '{"a":' * 200 + "1" + "}" * 200}},
         "json has 101 levels, and may have 100",
     ),
-    ({"structured_outputs": {"json": '{"a":' * 3000 + "1" + "}" * 3000}}, "json is nested too deeply"),
+    ({"structured_outputs": {"json": '{"a":' * 3000 + "1" + "}" * 3000}}, TOO_DEEP),
     ({"structured_outputs": {"grammar": "start: " + "(" * 101}}, "grammar has 101 nested brackets"),
     (
         {"structured_outputs": {"structural_tag": {"structures": [STRUCTURE] * 3000, "triggers": ["[f"]}}},
