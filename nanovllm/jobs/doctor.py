@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -84,7 +85,8 @@ def _model(config: Config, device: Device) -> Iterator[str]:
     path = _folder(config)
     checkpoint = open_checkpoint(path)
     generation = read_generation_config(config.generation_config, path)
-    model = load_model_config(path, generation, config.hf_overrides)
+    model = load_model_config(path, generation, config.hf_overrides, config.quantization)
+    model = replace(model, quant=model.quant.on(device.capability))
     yield f"architecture {model.architecture}, {model.num_layers} layers, vocabulary of {model.vocab_size:,}"
     changes = config.override_generation_config or {}
     recommended_params(overridden(generation, config.generation_config, changes))
@@ -92,6 +94,8 @@ def _model(config: Config, device: Device) -> Iterator[str]:
     model.check_tensor_parallel_size(size)
     dtype = device.resolve_dtype(config.dtype, model.dtype)
     yield f"dtype: {str(dtype).removeprefix('torch.')} (the checkpoint's is {model.dtype})"
+    if config.quantization or model.quant.note:
+        yield f"quantised weights: {model.quant.note or config.quantization}"
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
     yield _backend(config, device, model, (dtype, cache_dtype))
     longest = resolve_max_model_len(config.max_model_len, model)

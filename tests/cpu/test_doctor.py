@@ -57,6 +57,19 @@ def test_no_model(doctor: Doctor) -> None:
     assert code == 0 and lines[-1].startswith("pass a model, a folder or a hub id")
 
 
+def test_quantised_weights_count_as_such(doctor: Doctor) -> None:
+    def gigabytes(*argv: str) -> float:
+        code, lines = doctor(demo_model_path(), *argv)
+        assert code == 0
+        [line] = [line for line in lines if line.startswith("  weights: ")]
+        return float(line.split()[1])
+
+    if isa.has_kernels():
+        assert gigabytes("--quantization", "int8") < 0.7 * gigabytes()
+    code, lines = doctor(demo_model_path(), "--quantization", "awq")
+    assert code == 2 and "quantization='awq', but config.json has no" in lines[-1]
+
+
 def test_models_that_cannot_run(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = write_tiny_model(tmp_path / "tiny")
 

@@ -4,6 +4,7 @@ bytes.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -56,6 +57,7 @@ def mixed_rows(count: int) -> list[Any]:
     return rows
 
 
+CHAT = ["--chat", "--system", "Be brief.", "--prompt-column", "prompt", "--columns", "id", "--n", "2"]
 KINDS: dict[str, tuple[str, bool, list[str]]] = {  # the output, whether the input is standard input, flags
     "plain": ("out.jsonl", False, []),
     "ordered": ("out.jsonl", False, ["--ordered"]),
@@ -63,6 +65,12 @@ KINDS: dict[str, tuple[str, bool, list[str]]] = {  # the output, whether the inp
     "parquet": ("out.parquet", False, []),
     "gzip": ("out.jsonl.gz", False, []),
     "retry errors": ("out.jsonl", False, ["--retry-errors"]),
+    "several inputs, filled in": (
+        "out.jsonl.zst",
+        False,
+        ["--template", "Answer: {prompt}", "--columns", "all", "--limit", "22", "--seed", "3"],
+    ),
+    "chats of a shard": ("out.jsonl", False, [*CHAT, "--shard", "2/2"]),
 }
 
 
@@ -71,26 +79,33 @@ def test_a_job_killed_at_ten_random_moments_ends_with_the_same_bytes(tmp_path: P
     """After a kill no answer is lost; after the end each row is there once, and no other file."""
     rng = random.Random(kind)
     name, is_stdin, more = KINDS[kind]
-    source = write_rows(tmp_path / "in.jsonl", mixed_rows(24))
+    rows, inputs = mixed_rows(24), [write_rows(tmp_path / "in.jsonl", mixed_rows(24))]
+    if kind.startswith("several"):
+        inputs = [write_rows(tmp_path / "a.jsonl", rows[:14]), tmp_path / "b*.gz"]
+        with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
+            file.write(write_rows(tmp_path / "rest", rows[14:]).read_bytes())
+    sampling = SAMPLING.replace("=0", "=0.9") if "--n" in more else SAMPLING
+    count = 22 if "--limit" in more else 12 if "--shard" in more else 24
     killed, whole, begin = tmp_path / "killed", tmp_path / "whole", tmp_path / "begin"
 
     def run_in(folder: Path, *more: str, **kill: Any) -> int | None:
-        argv = ["-" if is_stdin else source, "-o", folder / name, "--sampling", SAMPLING, *more]
-        return run_and_kill(argv, source, **kill)
+        argv = [*(["-"] if is_stdin else inputs), "-o", folder / name, "--sampling", sampling, *more]
+        return run_and_kill(argv, inputs[0], **kill)
 
     with fork_server():
         whole.mkdir()
-        assert run_in(whole) == 1
+        same_bytes = kind in ("ordered", "retry errors")  # as without these flags
+        assert run_in(whole, *([] if same_bytes else more)) == 1
         expected = contents(whole / name)
         lines = whole / next(each for each in expected if each.endswith(".jsonl"))
-        assert [row["index"] for row in read_rows(lines)] == list(range(24))
+        assert len({row["index"] for row in read_rows(lines)}) == len(read_rows(lines)) == count
         shutil.copytree(whole, begin) if more == ["--retry-errors"] else begin.mkdir()
         shutil.copytree(begin, killed)
         kills = 0
         while kills < 10:
             before = answered(killed / lines.name)
             # A job without kills changes files about 35 times, and once for each line.
-            kill = [{"seconds": rng.random()}, {"change": rng.randrange(24 + 35 - len(before))}][kills % 2]
+            kill = [{"seconds": rng.random()}, {"change": rng.randrange(count + 35 - len(before))}][kills % 2]
             code = run_in(killed, *more, **kill)
             assert code in (-9, 1) and before <= answered(killed / lines.name)
             kills += code == -9

@@ -134,6 +134,25 @@ params = SamplingParams(structured_outputs=StructuredOutputsParams(grammar=gramm
 outputs = llm.generate("Generate an SQL query for a username", sampling_params=params)
 assert re.fullmatch("SELECT col_[12] from table_[12]", outputs[0].outputs[0].text)
 """,
+    "structured outputs: structural tag": """
+import json
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+structures = [{"begin": "<f=a>", "schema": schema, "end": "</f>"}]
+tag = json.dumps({"type": "structural_tag", "structures": structures, "triggers": ["<f="]})
+llm = LLM(model=MODEL)
+begin = llm.get_tokenizer().encode("<f=", add_special_tokens=False)
+params = SamplingParams(
+    max_tokens=60, seed=0, logit_bias={token: 9.0 for token in begin},
+    structured_outputs=StructuredOutputsParams(structural_tag=tag),
+)
+[output] = llm.generate("Call f:", params, use_tqdm=False)
+for part in output.outputs[0].text.split("<f=a>")[1:]:
+    if "</f>" in part:
+        assert json.loads(part.partition("</f>")[0])["a"] in (1, 2)
+""",
     "structured outputs: any JSON": """
 import json
 from vllm import LLM, SamplingParams, StructuredOutputsParams
@@ -274,11 +293,15 @@ def zero(model):
 def device_of(worker, name):
     return name, str(worker.device), worker.rank, next(worker.get_model().parameters()).sum().item()
 
+[kept] = llm.apply_model(lambda model: {name: each.clone() for name, each in model.state_dict().items()})
 llm.apply_model(zero)
 [(name, device, rank, total)] = llm.collective_rpc(device_of, args=("rank",))
 assert (name, rank, total) == ("rank", 0, 0.0)
 [after] = llm.generate("What is 2 + 3?", params, use_tqdm=False)
 assert after.outputs[0].token_ids != before.outputs[0].token_ids
+llm.apply_model(lambda model: model.load_state_dict(kept) and None)
+[again] = llm.generate("What is 2 + 3?", params, use_tqdm=False)
+assert again.outputs[0].token_ids == before.outputs[0].token_ids
 """,
     "logits processors and masks": """
 from vllm import LLM, SamplingParams
@@ -294,6 +317,14 @@ assert output.outputs[0].token_ids == [five] * 4
 params = SamplingParams(temperature=0, max_tokens=4, stop_token_ids=[five, five], logit_bias={five: 100.0})
 [output] = llm.generate("What is 2 + 3?", params, use_tqdm=False)
 assert output.outputs[0].stop_reason == five and output.outputs[0].token_ids == [five]
+
+def only_five(output_token_ids, logits):
+    logits[five] += 1000.0 if len(output_token_ids) < 2 else 0.0
+    return logits
+
+params = SamplingParams(temperature=0, max_tokens=4, logits_processors=[only_five], ignore_eos=True)
+[output] = llm.generate("What is 2 + 3?", params, use_tqdm=False)
+assert output.outputs[0].token_ids[:2] == [five] * 2
 """,
     "seeds": """
 from vllm import LLM, SamplingParams
