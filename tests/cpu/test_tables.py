@@ -123,11 +123,22 @@ def test_wrong_tables_and_columns(llm: LLM) -> None:
         llm.map(polars.DataFrame(ROWS).lazy(), prompt="question")
 
 
-def test_nothing_is_imported_that_the_table_did_not_bring() -> None:
-    script = """
+@pytest.mark.parametrize(
+    ("table", "brings"),
+    [
+        ('[{"a": 1}]', ""),
+        ('polars.DataFrame({"a": [1]})', "polars"),
+        ('pandas.DataFrame({"a": [1]})', "pandas"),
+    ],
+)
+def test_nothing_is_imported_that_the_table_did_not_bring(table: str, brings: str) -> None:
+    script = f"""
 import sys
+{"import " + brings if brings else ""}
 from nanovllm.engine.tables import open_table
-open_table([{"a": 1}])
-assert not {"pandas", "polars", "pyarrow", "datasets"} & sys.modules.keys(), sys.modules.keys()
+table, before = {table}, set(sys.modules)
+opened = open_table(table)
+new = {{"pandas", "polars", "pyarrow", "datasets"}} & (set(sys.modules) - before)
+assert not new, new
 """
     subprocess.run([sys.executable, "-c", script], check=True)
