@@ -98,7 +98,7 @@ def test_functions_on_every_rank(llm: LLM) -> None:
     if size * replicas > 1:
         with pytest.raises(TypeError, match=r"cannot be pickled .*; pass a function of a module that other"):
             llm.apply_model(lambda model: 5)
-        with pytest.raises(RuntimeError, match="rank 0: .*local object"):
+        with pytest.raises(RuntimeError, match=r"rank 0: .*local object"):
             llm.apply_model(cannot_return)
     else:
         assert llm.apply_model(lambda model: 5) == [5]

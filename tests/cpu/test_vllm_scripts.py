@@ -166,6 +166,40 @@ params = SamplingParams(structured_outputs=constraint, stop=["\\n"], max_tokens=
 text = llm.generate(prompts="Generate an email address", sampling_params=params)[0].outputs[0].text
 assert text
 """,
+    "structured outputs: structural tag": """
+import json
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+structures = [{"begin": "<f=a>", "schema": schema, "end": "</f>"}]
+tag = json.dumps({"type": "structural_tag", "structures": structures, "triggers": ["<f="]})
+llm = LLM(model=MODEL)
+begin = llm.get_tokenizer().encode("<f=", add_special_tokens=False)
+params = SamplingParams(
+    max_tokens=60, seed=0, logit_bias={token: 9.0 for token in begin},
+    structured_outputs=StructuredOutputsParams(structural_tag=tag),
+)
+[output] = llm.generate("Call f:", params, use_tqdm=False)
+for part in output.outputs[0].text.split("<f=a>")[1:]:
+    if "</f>" in part:
+        assert json.loads(part.partition("</f>")[0])["a"] in (1, 2)
+""",
+    "structured outputs: grammar": """
+import re
+from vllm import LLM, SamplingParams, StructuredOutputsParams
+
+grammar = '''
+root ::= select_statement
+select_statement ::= "SELECT " column " from " table
+column ::= "col_1" | "col_2"
+table ::= "table_1" | "table_2"
+'''
+llm = LLM(model=MODEL)
+params = SamplingParams(structured_outputs=StructuredOutputsParams(grammar=grammar), max_tokens=50)
+outputs = llm.generate("Generate an SQL query for a username", sampling_params=params)
+assert re.fullmatch("SELECT col_[12] from table_[12]", outputs[0].outputs[0].text)
+""",
     "profile": """
 from vllm import LLM, SamplingParams
 
