@@ -58,8 +58,7 @@ def open_model(config: Config) -> OpenedModel:
     path = find_model(config)
     option, changes = config.generation_config, config.override_generation_config or {}
     generation = read_generation_config(option, path)
-    model_config = load_model_config(path, generation, config.hf_overrides, config.quantization)
-    model_config = replace(model_config, quant=model_config.quant.on(device.capability))
+    model_config = read_model_config(config, path, generation, device)
     if model_config.quant.note:
         logger.warning("%s", model_config.quant.note)
     defaults = overridden(generation, option, changes)
@@ -78,6 +77,12 @@ def open_model(config: Config) -> OpenedModel:
     if config.load_format == "auto":
         check_weights(model_config, path)
     return OpenedModel(config, path, model_config, max_model_len, defaults, processor)
+
+
+def read_model_config(config: Config, path: Path, generation: dict[str, Any], device: Device) -> ModelConfig:
+    """The config of the model in `path`, whose weights are stored as this device can use them."""
+    model = load_model_config(path, generation, config.hf_overrides, config.quantization)
+    return replace(model, quant=model.quant.on(device.capability))
 
 
 def find_model(config: Config) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from nanovllm.engine.startup import (
     find_tokenizer,
     overridden,
     read_generation_config,
+    read_model_config,
     recommended_params,
     resolve_max_model_len,
 )
@@ -31,7 +31,7 @@ from nanovllm.jobs.errors import ANSWERED, REFUSED
 from nanovllm.jobs.job import engine_options
 from nanovllm.models.checkpoint import Checkpoint
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.registry import Hub, load_model_config, open_checkpoint, resolve_model_path
+from nanovllm.models.registry import Hub, open_checkpoint, resolve_model_path
 from nanovllm.models.weights import check_weights, weight_bytes
 from nanovllm.runner.memory import check_weights_fit
 
@@ -85,8 +85,7 @@ def _model(config: Config, device: Device) -> Iterator[str]:
     path = _folder(config)
     checkpoint = open_checkpoint(path)
     generation = read_generation_config(config.generation_config, path)
-    model = load_model_config(path, generation, config.hf_overrides, config.quantization)
-    model = replace(model, quant=model.quant.on(device.capability))
+    model = read_model_config(config, path, generation, device)
     yield f"architecture {model.architecture}, {model.num_layers} layers, vocabulary of {model.vocab_size:,}"
     changes = config.override_generation_config or {}
     recommended_params(overridden(generation, config.generation_config, changes))

@@ -268,7 +268,8 @@ class _Config:
         return config | self._window() | self._experts() | self._quantization()
 
     def _quantization(self) -> dict[str, Any]:
-        """What quantised matrices are stored as, by their module; those of all experts by experts.up_proj."""
+        """What quantised matrices are stored as, by their module. A projection of all experts of a layer is
+        one tensor, named like experts.up_proj."""
         types: dict[str, str] = {}
         block = "block_sparse_moe" if self._is_mixtral else "mlp"
         for stored, tensor in self.tensors.items():

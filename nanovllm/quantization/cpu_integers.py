@@ -217,13 +217,15 @@ class StoredConfig(QuantConfig):
         return IntegerExpertsMethod(gate, down, as_stored=True)
 
     def _format(self, path: str) -> str | None:
-        """What the weight of a module, or this one of all experts, is kept in; None: the model's dtype."""
+        """The format in which the weight of a module stays; None: it is dequantised. The module may be a
+        projection of all experts of a layer."""
         parent = path.rpartition(".")[0]
         if parent.endswith(".experts") and None in (self._own(f"{parent}.{each}") for each in _EXPERTS):
             return None
         return self._own(path)
 
     def _own(self, path: str) -> str | None:
+        """The same, without a look at the other projections of experts."""
         parent, _, name = path.rpartition(".")
         names = next((each for each in _PRODUCTS if name in each), (name,))
         first, *others = {self.types.get(f"{parent}.{each}" if parent else each) for each in names}
