@@ -83,21 +83,26 @@ def test_mxfp4_values() -> None:
         assert torch.equal(found.cpu(), dequantise_mxfp4(codes, scales, dtype))
 
 
-def test_gpt_oss_in_mxfp4(tmp_path: Path, prompts: list) -> None:
-    """The tokens of the dequantised checkpoint, near the likeliest of transformers."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gpt_oss_in_mxfp4(tmp_path: Path, prompts: list, dtype: str) -> None:
+    """The tokens of the dequantised checkpoint; in float32 the likeliest of transformers.
+
+    In bfloat16 rounding chooses other experts: on a CPU the tokens of transformers itself are less likely by
+    0.27 on average than the likeliest in float32, ours by 0.20.
+    """
     sizes = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 96, "head_dim": 64}
     floats = write_tiny_model(tmp_path / "floats", "gpt_oss", dtype="bfloat16", **sizes)
     rounded, mxfp4 = write_rounded(floats, tmp_path / "rounded"), write_mxfp4(floats, tmp_path / "mxfp4")
     for options in ({}, {"deterministic": True}, {"max_num_seqs": 1}):
-        few = {"max_num_seqs": 12, "max_model_len": 1024, "skip_tokenizer_init": True} | options
+        few = {"max_num_seqs": 12, "skip_tokenizer_init": True, "dtype": dtype} | options
         results = []
         for folder in (rounded, mxfp4):
             with LLM(folder, max_num_batched_tokens=150, **few) as llm:
                 results.append(llm.generate(prompts, GREEDY, use_tqdm=False))
         tokens = [[output["token_ids"] for output in outputs] for outputs in results]
         assert tokens[0] == tokens[1]
-        found = gaps(rounded, prompts, results[1])
-        assert found.mean() < 0.1 and (found == 0).double().mean() > 0.75
+        if dtype == "float32":
+            assert gaps(rounded, prompts, results[1]).max() < 0.01
 
 
 def write_peaked(folder: Path, family: str) -> Path:
