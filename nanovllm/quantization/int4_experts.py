@@ -38,6 +38,13 @@ class PackedExpertsMethod(ExpertsMethod):
         register(layer, f"{name}_scales", made.scales)
         return made
 
+    def part(self, shard: WeightShard) -> Int4Weight:
+        """The place of a shard of [N, K]; ranks split `down` by its inputs."""
+        assert shard.index is not None
+        if shard.dim:
+            return self.down.expert(shard.index)
+        return self.gate_up.expert(shard.index).rows(slice(shard.offset, shard.offset + shard.length))
+
     def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         if self.dense is not None:
             return self.dense.apply(x, routing, mlp)
@@ -76,9 +83,6 @@ class Int4ExpertsMethod(Int4Method, PackedExpertsMethod):
         return created
 
     def target(self, part: WeightShard) -> Int4Weight | Store:
-        assert part.index is not None
         if self.dense is not None:
             return part.place(self.dense.down if part.dim else self.dense.gate_up).copy_
-        if part.dim:  # ranks split down by its inputs
-            return self.down.expert(part.index)
-        return self.gate_up.expert(part.index).rows(slice(part.offset, part.offset + part.length))
+        return self.part(part)

@@ -1,6 +1,7 @@
 """Mxfp4Config: experts in MXFP4, as gpt-oss's checkpoints hold them: blocks of 4 bits, and a scale for each.
 
-The weights are dequantised as they are loaded. Opens no file.
+A GPU multiplies them as they are, in bfloat16; elsewhere they are dequantised as they are loaded. Opens no
+file.
 """
 
 from __future__ import annotations
@@ -13,18 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.expert_tiles import ExpertMLP
+from nanovllm.kernels.int4_layout import MXFP4, pack_mxfp4
 from nanovllm.kernels.mxfp4 import BYTES, GROUP, SCALE_NAN, dequantise_mxfp4
-from nanovllm.kernels.routing import Routing
-from nanovllm.quantization.base import (
-    ExpertsMethod,
-    ExpertWeights,
-    Normed,
-    WeightOptions,
-    WeightShard,
-    WeightSource,
-)
+from nanovllm.quantization.base import ExpertsMethod, ExpertWeights, WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.experts import UnquantizedExpertsMethod
+from nanovllm.quantization.int4_experts import PackedExpertsMethod
+from nanovllm.quantization.int4_loading import keeps_bits
 from nanovllm.quantization.unquantized import QuantConfig
 
 _KEY = "config.json: quantization_config"
@@ -47,22 +42,32 @@ def mxfp4_shards(weight: WeightShard) -> tuple[WeightShard, WeightShard]:
     return blocks, scales
 
 
-class Mxfp4ExpertsMethod(ExpertsMethod):
-    """Products of the dequantised weights. Those of a projection become its part of the weight when blocks
-    and scales are there, so an update must have both."""
+class Mxfp4ExpertsMethod(PackedExpertsMethod):
+    """Products with blocks and scales as they are stored; elsewhere, and on ranks whose part of `down` begins
+    or ends within a group, with the dequantised weights. A projection becomes its part of the weight when its
+    blocks and scales are there, so an update must have both."""
 
-    def __init__(self) -> None:
-        self.dense = UnquantizedExpertsMethod()
+    def __init__(self, packs: bool = True) -> None:
+        """packs: keep 4 bits in a bfloat16 model, where kernels read them."""
+        self._packs = packs
         self._weights: dict[str | None, WeightShard] = {}  # by their modules
         self._waiting: dict[str | None, dict[str, torch.Tensor]] = {}
 
     def create(
         self, layer: nn.Module, gate_up: ExpertWeights, down: ExpertWeights, options: WeightOptions
     ) -> list[WeightShard]:
-        self._options = options
-        weights = self.dense.create(layer, gate_up, down, options)
-        self._weights = {weight.module: weight for weight in weights}
-        return [shard for weight in weights for shard in mxfp4_shards(weight)]
+        """Words and scales of both weights; or dequantised ones."""
+        self._options, self.deterministic = options, options.deterministic
+        shards = gate_up.shards + down.shards
+        splits = any((part.start % GROUP or part.length % GROUP) and part.dim for part in shards)
+        if self._packs and keeps_bits(options) and options.dtype == torch.bfloat16 and not splits:
+            self.gate_up = self.make(layer, "gate_up", gate_up, MXFP4, options)
+            self.down = self.make(layer, "down", down, MXFP4, options)
+        else:
+            self.dense = UnquantizedExpertsMethod()
+            shards = self.dense.create(layer, gate_up, down, options)
+        self._weights = {weight.module: weight for weight in shards}
+        return [shard for weight in shards for shard in mxfp4_shards(weight)]
 
     def load(self, shard: WeightShard, source: WeightSource) -> None:
         weight = self._weights[shard.module]
@@ -73,12 +78,19 @@ class Mxfp4ExpertsMethod(ExpertsMethod):
             raise ValueError(f"a scale is {SCALE_NAN}, which means NaN")
         waiting = self._waiting.setdefault(shard.module, {})
         waiting[shard.param] = torch.empty_like(read, device=self._options.device).copy_(read)
-        if len(waiting) == 2:
-            del self._waiting[shard.module]
-            values = dequantise_mxfp4(waiting["blocks"], waiting["scales"], self._options.dtype)
-            if weight.dim:
-                values = values.narrow(1, own.start - groups.start * GROUP, weight.length)
-            weight.place(self.dense.down if weight.dim else self.dense.gate_up).copy_(values)
+        if len(waiting) < 2:
+            return
+        del self._waiting[shard.module]
+        if self.dense is None:
+            part = self.part(weight)
+            words, scales = pack_mxfp4(waiting["blocks"], waiting["scales"])
+            part.words.copy_(words)
+            part.scales.copy_(scales)
+            return
+        values = dequantise_mxfp4(waiting["blocks"], waiting["scales"], self._options.dtype)
+        if weight.dim:
+            values = values.narrow(1, own.start - groups.start * GROUP, weight.length)
+        weight.place(self.dense.down if weight.dim else self.dense.gate_up).copy_(values)
 
     def finish_loading(self) -> None:
         waiting, self._waiting = self._waiting, {}
@@ -86,20 +98,27 @@ class Mxfp4ExpertsMethod(ExpertsMethod):
             [has], [missing] = tensors, {"blocks", "scales"} - tensors.keys()
             raise ValueError(f"{module}.{has} came without {missing}; pass both in one update")
 
-    def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
-        return self.dense.apply(x, routing, mlp)
-
 
 @dataclass(frozen=True)
 class Mxfp4Config(QuantConfig):
     """Experts are in MXFP4, except those whose names match one of `skipped`."""
 
     skipped: tuple[str, ...] = ()  # patterns with *
+    packs: bool = True  # whether a device can read 4 bits
 
     def experts(self, path: str) -> ExpertsMethod:
         if any(path.startswith(each) or fnmatchcase(path, each) for each in self.skipped):
             return super().experts(path)
-        return Mxfp4ExpertsMethod()
+        return Mxfp4ExpertsMethod(self.packs)
+
+    def on(self, capability: tuple[int, int]) -> QuantConfig:
+        """The same for devices of this CUDA compute capability; elsewhere weights are dequantised."""
+        return replace(self, packs=capability >= (8, 0))
+
+    @property
+    def expert_itemsize(self) -> float | None:
+        """4 bits, and a byte for each group; None: dequantised."""
+        return 0.5 + 1 / GROUP if self.packs else None
 
     @property
     def keeps_rows(self) -> bool:
@@ -107,6 +126,8 @@ class Mxfp4Config(QuantConfig):
 
     @property
     def note(self) -> str | None:
+        if self.packs:
+            return None
         return "experts in MXFP4 are dequantised as they are loaded: they take four times the files' memory"
 
     @classmethod

@@ -158,6 +158,11 @@ class QuantConfig:
         return None
 
     @property
+    def expert_itemsize(self) -> float | None:
+        """Bytes of a weight of experts; None: those of the model's dtype."""
+        return self.itemsize
+
+    @property
     def keeps_rows(self) -> bool:
         """Whether rows of a weight are rows of its tensors in a checkpoint, so that packed ones split."""
         return True

@@ -14,7 +14,7 @@ from digests import digest, make_digest
 from engine_cases import make_prompts, tokens
 from moe_cases import Sizes, exact_experts
 from safetensors.torch import load_file, save_file
-from tensors import BF16, F16, assert_near
+from tensors import BF16, F16, F32, assert_near
 from test_int4 import build
 from test_models import PROMPT, forward, load
 from tiny_models import edit_json, write_tiny_model
@@ -32,6 +32,7 @@ from nanovllm.models.weights import check_weights, init_dummy_weights, weight_by
 from nanovllm.quantization.base import Normed
 from nanovllm.quantization.int4_configs import from_awq
 from tools.write_int4 import dequantised, random_order, rounded, write_int4
+from tools.write_mxfp4 import write_mxfp4, write_rounded
 
 interpreted = pytest.mark.skipif(
     not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases"
@@ -146,6 +147,59 @@ def test_answers_of_4_bits(plain: Path, tmp_path: Path, format: str) -> None:
         torch.stack([each[index].double() for index in range(5)]) for each in (method.gate_up, method.down)
     ]
     assert_near(out, exact_experts(x, *weights, Routing(logits, 3, True).chosen()))
+
+
+# -- MXFP4 --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packed_mxfp4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `packed`."""
+    monkeypatch.setattr("nanovllm.quantization.mxfp4.keeps_bits", lambda options: True)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint in MXFP4, and its dequantised weights."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    floats = write_tiny_model(tmp_path_factory.mktemp("floats"), "gpt_oss", **sizes)
+    folders = (tmp_path_factory.mktemp(name) for name in ("mxfp4", "rounded"))
+    return write_mxfp4(floats, next(folders)), write_rounded(floats, next(folders))
+
+
+@pytest.mark.usefixtures("packed_mxfp4")
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_weights_as_they_are_stored(gpt_oss: tuple[Path, Path], dtype: torch.dtype) -> None:
+    """A model in bfloat16 keeps 4 bits: the values of the dequantised checkpoint, and its logits."""
+    model, exact = (build(folder, dtype) for folder in gpt_oss)
+    for layer, wanted in zip(model.model.layers, exact.model.layers, strict=True):
+        method, other = layer.mlp.experts.experts_method, wanted.mlp.experts.experts_method
+        assert (method.dense is None) == (dtype == BF16)
+        for name in ("gate_up", "down"):
+            held = getattr(method.dense or method, name)
+            for index in range(10):
+                assert torch.equal(held[index], getattr(other, name)[index])
+        if dtype == BF16:
+            down, gate_up = method.down, method.gate_up
+            assert down.words.nbytes == 10 * 64 * 128 // 2  # 96 inputs, in blocks of 128
+            assert gate_up.words.nbytes == 10 * 192 * 128 // 2 and gate_up.scales.nbytes == 10 * 192 * 4
+    x, logits = torch.randn(5, 64).to(dtype), torch.randn(5, 10)
+    made = (each.model.layers[1].mlp.experts.experts_method for each in (model, exact))
+    outs = (each.apply(Normed.computed(x, x), Routing(logits, 3, True), PLAIN_MLP) for each in made)
+    assert_near(next(outs), next(outs))
+
+
+@pytest.mark.usefixtures("packed_mxfp4")
+def test_ranks_that_share_a_group_dequantise(gpt_oss: tuple[Path, Path]) -> None:
+    """Half of `down` is 48 inputs; a third is one group."""
+    for size in (2, 3):
+        for rank in range(size):
+            group = TPGroup(rank, size)
+            models = [build(folder, BF16, group) for folder in gpt_oss]
+            stored, exact = (each.model.layers[0].mlp.experts.experts_method for each in models)
+            assert (stored.dense is None) == (size == 3)
+            held = [(stored.dense or stored).down[7], exact.down[7]]
+            assert torch.equal(*held) and held[0].shape == (64, 96 // size)
 
 
 @pytest.mark.usefixtures("packed")
