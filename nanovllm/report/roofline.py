@@ -5,6 +5,7 @@ Pure arithmetic on the sizes of a model, the options of an engine and the counts
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,8 @@ class Cost:
     top_k: int = 0  # experts of a token
     layer_itemsize: float | None = None  # bytes of a weight of the layers; None: as that of the LM head
     layer_speed: float = 1.0  # of their products, relative to those of the LM head
+    expert_itemsize: float | None = None  # bytes of a weight of the experts; None: as that of the LM head
+    windows: tuple[tuple[int, float], ...] = ()  # each with its share of the layers; the others have none
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int, kv_itemsize: int) -> Cost:
@@ -50,6 +53,7 @@ class Cost:
         kinds = [] if moe is None else moe.kinds(c.num_layers)
         sparse = sum(count for kind, count in kinds if kind.has_experts(0))
         mlps = (c.num_layers - sparse) * 3 * c.hidden_size * c.intermediate_size
+        windows = Counter(c.spec(layer).window for layer in range(c.num_layers))
         experts: dict[str, int] = {}
         if moe is not None:
             each = sparse * 3 * c.hidden_size * moe.width
@@ -64,34 +68,47 @@ class Cost:
             itemsize=itemsize,
             layer_itemsize=config.quant.itemsize,
             layer_speed=config.quant.speed,
+            expert_itemsize=config.quant.expert_itemsize,
+            windows=tuple((size, count / c.num_layers) for size, count in windows.items() if size),
             **experts,
         )
 
-    def prompt_flops(self, num_tokens: int, num_pairs: int) -> float:
+    def read_tokens(self, contexts: np.ndarray, rows: np.ndarray | int = 1) -> float:
+        """Tokens whose K/V is read by `rows` rows with so many `contexts` in total, the mean of all
+        layers. It is the most that they can be for rows of several lengths."""
+        read = contexts * (1.0 - sum(share for _, share in self.windows))
+        for size, share in self.windows:
+            read = read + share * np.minimum(contexts, size * rows)
+        return float(np.sum(read))
+
+    def prompt_flops(self, num_tokens: int, num_pairs: float) -> float:
         """FLOPs of the layers for `num_tokens` prompt tokens that attend to `num_pairs` tokens in total: as
         many of the model's dtype as take the same time."""
         return 2.0 * self.layer_params / self.layer_speed * num_tokens + float(self.pair_flops * num_pairs)
 
     def prefill_flops(self, query_lens: np.ndarray, context_lens: np.ndarray) -> float:
         """FLOPs of chunks of `query_lens` new tokens at the end of `context_lens`, and last logits."""
-        layers = self.prompt_flops(int(query_lens.sum()), attention_pairs(query_lens, context_lens))
+        before, after = context_lens - query_lens, context_lens
+        pairs = float(attention_pairs(query_lens, context_lens))
+        for size, share in self.windows:  # a token at place p sees p - size tokens less
+            first, last = np.maximum(before - size, 0), np.maximum(after - size, 0)
+            pairs -= share * float((last * (last + 1) // 2 - first * (first + 1) // 2).sum())
+        layers = self.prompt_flops(int(query_lens.sum()), pairs)
         return layers + 2.0 * self.head_params * len(query_lens)
 
-    def decode_bytes(self, num_steps: int, num_contexts: int) -> float:
+    def decode_bytes(self, num_steps: int, num_contexts: float) -> float:
         """Bytes of `num_steps` decode steps that read the K/V of `num_contexts` tokens in total, without
         experts."""
-        layers = (self.layer_params - self.top_k * self.expert_params) * self._layer_bytes
+        size = self.itemsize if self.layer_itemsize is None else self.layer_itemsize
+        layers = (self.layer_params - self.top_k * self.expert_params) * size
         weights = layers + self.head_params * self.itemsize
         return float(weights * num_steps + self.kv_bytes * num_contexts)
-
-    @property
-    def _layer_bytes(self) -> float:
-        return self.itemsize if self.layer_itemsize is None else self.layer_itemsize
 
     def expert_bytes(self, rows: np.ndarray) -> np.ndarray:
         """Bytes of the experts that decode steps of so many `rows` read, if all are equally likely."""
         missed = (1.0 - self.top_k / max(1, self.num_experts)) ** rows
-        return self.num_experts * (1.0 - missed) * self.expert_params * self._layer_bytes
+        size = self.itemsize if self.expert_itemsize is None else self.expert_itemsize
+        return self.num_experts * (1.0 - missed) * self.expert_params * size
 
     def decode_flops(self, num_tokens: int) -> float:
         """FLOPs of the products for `num_tokens` tokens, one for each row of a step; see `prompt_flops`."""
@@ -100,14 +117,16 @@ class Cost:
     def floor(self, point: TimelinePoint, speed: Speed) -> float:
         """The minimum seconds of an interval's steps: the layers of its prompt tokens at full FLOP/s; in each
         decode step one read of the weights (or their products, if slower), and the K/V of every row."""
-        flops = self.prompt_flops(point.num_computed_tokens, point.num_attention_pairs)
+        pairs = self.read_tokens(np.array(point.num_attention_pairs), point.num_computed_tokens)
+        flops = self.prompt_flops(point.num_computed_tokens, pairs)
         steps = point.num_decode_steps
         experts = steps * float(self.expert_bytes(np.array(point.num_decode_rows / max(1, steps))))
         weight_seconds = max(
             (self.decode_bytes(steps, 0) + experts) / speed.bytes_per_s,
             self.decode_flops(point.num_decode_rows) / speed.flops_per_s,
         )
-        kv_seconds = self.decode_bytes(0, point.num_context_tokens) / speed.bytes_per_s
+        read = self.read_tokens(np.array(point.num_context_tokens), point.num_decode_rows)
+        kv_seconds = self.decode_bytes(0, read) / speed.bytes_per_s
         return flops / speed.flops_per_s + weight_seconds + kv_seconds
 
 

@@ -24,6 +24,7 @@ from nanovllm.layers.moe import MoESpec
 from nanovllm.models.registry import load_model_config
 from nanovllm.quantization.fp8 import Fp8Config
 from nanovllm.quantization.fp8_loading import Stored
+from nanovllm.quantization.mxfp4 import Mxfp4Config
 from nanovllm.quantization.unquantized import QuantConfig
 from tools import measure_device
 from tools.benchmark import roofline
@@ -46,6 +47,7 @@ TINY: Any = SimpleNamespace(
     vocab_size=10,
     moe=None,
     quant=QuantConfig(),
+    spec=lambda layer: SimpleNamespace(window=None),
 )
 COST = Cost.of(TINY, itemsize=2, kv_itemsize=2)
 # Two prompts of 3 and 5 tokens, 2 and 4 out: decode reads contexts of 4; and of 6, 7, 8.
@@ -86,6 +88,35 @@ def test_cost_of_experts() -> None:
     rows = (2, 1, 1)
     read = 3 * cost.decode_bytes(1, 0) + sum(float(cost.expert_bytes(np.array(n))) for n in rows) + 25 * 24
     assert floor.decode == pytest.approx(read / 10)
+
+
+def test_cost_of_experts_in_mxfp4() -> None:
+    """4.25 bits for each of their weights; the other weights are in the model's dtype."""
+    quant, spec = Mxfp4Config(), MoESpec(4, 2, 5, step=1)
+    for packs in (False, True):
+        own = {"moe": spec, "quant": quant.on((9, 0) if packs else (0, 0))}
+        cost = Cost.of(SimpleNamespace(**vars(TINY) | own), itemsize=2, kv_itemsize=2)
+        size = 4.25 / 8 if packs else 2
+        assert float(cost.expert_bytes(np.array(1000))) == pytest.approx(size * 4 * 2 * 3 * 4 * 5)
+        assert cost.decode_bytes(1, 0) == 2 * (288 - 2 * 72 + 2 * 4 * 4 + 40)
+
+
+def test_cost_of_windows() -> None:
+    """The second layer sees 4 tokens: the new one and 3 before it."""
+    config = SimpleNamespace(**vars(TINY))
+    config.spec = lambda layer: SimpleNamespace(window=(None, 4)[layer])
+    cost = Cost.of(config, itemsize=2, kv_itemsize=2)
+    assert cost.windows == ((4, 0.5),)
+    assert cost.read_tokens(np.array([3, 4, 9])) == (3 + 4 + 9) / 2 + (3 + 4 + 4) / 2
+    pairs = {(2, 6): 11 - (1 + 2) / 2, (3, 3): 6, (7, 7): 28 - (1 + 2 + 3) / 2, (1, 9): 9 - 5 / 2}
+    for (query, context), seen in pairs.items():
+        flops = cost.prefill_flops(np.array([query]), np.array([context]))
+        assert flops == 2 * 288 * query + 2 * 40 + 48 * seen
+    full, floor = (floor_of(each, WORK, Speed(10.0, 1e9)) for each in (COST, cost))
+    assert full.decode - floor.decode == pytest.approx((2 + 3 + 4) / 2 * 24 / 10)  # of contexts of 6, 7, 8
+    point = SimpleNamespace(num_computed_tokens=0, num_attention_pairs=0, num_decode_steps=1)
+    point.num_decode_rows, point.num_context_tokens = 2, 20
+    assert cost.floor(point, Speed(10.0, 1e9)) == pytest.approx((328 * 2 + 24 * (10 + 4)) / 10)  # type: ignore[arg-type]
 
 
 def test_floor_of_a_small_workload() -> None:

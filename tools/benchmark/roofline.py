@@ -37,7 +37,9 @@ def floor_of(cost: Cost, work: Workload, speed: Speed, sharing: Sharing | None =
     outs = np.array(work.output_lens, np.int64)
     new, steps = lens.copy(), int(outs.max()) - 1
     # Decode step k of a sequence, from 1 to out - 1, reads its prompt and k more tokens.
-    contexts = int(((outs - 1) * lens + outs * (outs - 1) // 2).sum())
+    places = np.arange(1, steps + 1)
+    live = outs[:, None] > places
+    contexts = cost.read_tokens(np.where(live, lens[:, None] + places, 0))
     if sharing is not None:
         shared = sharing.tokens[sharing.groups]
         first = np.unique(sharing.groups, return_index=True)[1]
@@ -47,8 +49,8 @@ def floor_of(cost: Cost, work: Workload, speed: Speed, sharing: Sharing | None =
         new[first] = lens[first]
         contexts += int((longest * sharing.tokens).sum() - ((outs - 1) * shared).sum())
     kv_bytes = cost.decode_bytes(0, contexts)
-    rows = (outs[:, None] > np.arange(1, steps + 1)).sum(0)  # with all sequences in one batch
-    weight_bytes = cost.decode_bytes(steps, 0) + float(cost.expert_bytes(rows).sum())
+    experts = cost.expert_bytes(live.sum(0))  # with all sequences in one batch
+    weight_bytes = cost.decode_bytes(steps, 0) + float(experts.sum())
     flops = cost.decode_flops(work.tokens_out - len(outs))
     return Floor(
         prefill=cost.prefill_flops(new, lens) / speed.flops_per_s,

@@ -63,7 +63,7 @@ def phases(
     decode = [step for step in steps if step.kind is StepKind.DECODE]
     if decode:
         tokens = sum(len(step.query_lens) for step in decode)
-        contexts = sum(int(step.context_lens.sum()) for step in decode)
+        contexts = sum(cost.read_tokens(step.context_lens) for step in decode)
         if sharing is not None:
             contexts -= sum(sharing.saved(step.rows) for step in decode)
         rows = np.array([len(step.query_lens) for step in decode])
