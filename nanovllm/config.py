@@ -55,8 +55,8 @@ class Config:
     data_parallel_size: the number of replicas of the model, each on its own tensor_parallel_size devices.
     distributed_timeout_seconds: the seconds for which the other ranks and replicas may make no progress. Each
     loaded tensor, finished step and finished call is progress, so a slow load may take any time.
-    max_num_batched_tokens: the maximum number of prompt tokens in one prefill step; longer prompts are
-    computed in chunks.
+    max_num_batched_tokens: the maximum number of prompt tokens in one prefill step, on a CPU never more than
+    2048; longer prompts are computed in chunks.
     max_num_seqs: the maximum number of sequences that run at once.
     max_model_len: the maximum number of tokens of a sequence, prompt and output. None takes the model's own
     limit; a larger value is lowered to that limit, and either to what the KV cache can hold.

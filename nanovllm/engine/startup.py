@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nanovllm")
 
 TABLE_BYTES = 2**30  # the most that tables for each position take on a CPU
+_CPU_STEP = 2048  # prompt tokens of a step on a CPU: activations of more do not stay in its caches
 _LARGEST_BLOCK = 256  # tokens; no attention backend has larger blocks by default
 
 # The keys that are used, with the names of their parameters.
@@ -55,6 +56,8 @@ def open_model(config: Config) -> OpenedModel:
         isa.say_what_is_missing()
     elif config.num_threads is not None:
         logger.warning("num_threads=%d does nothing on a GPU", config.num_threads)
+    if not device.is_cuda and config.max_num_batched_tokens > _CPU_STEP:
+        config = replace(config, max_num_batched_tokens=_CPU_STEP)
     path = find_model(config)
     option, changes = config.generation_config, config.override_generation_config or {}
     generation = read_generation_config(option, path)
