@@ -10,11 +10,13 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from nanovllm import isa
 from nanovllm.kernels.cpu.emitting import (
     F16,
     emitted,
     f32x16,
     from_half,
+    i32x16,
     i64,
     load,
     multiply_add,
@@ -23,14 +25,17 @@ from nanovllm.kernels.cpu.emitting import (
     store,
     void,
 )
-from nanovllm.kernels.cpu.vectors import SIZES
+from nanovllm.kernels.cpu.vectors import SIZES, emit_dot_bf16
 
 _I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
 _F32 = ir.FloatType()
-_VF = ir.VectorType(_F32, 16)
-_ACCUMULATORS = (
-    6  # vectors of 16 lanes that fit into the registers beside the factors, also with 8 lanes each
-)
+_VF, _VI = ir.VectorType(_F32, 16), ir.VectorType(_I32, 16)
+_WORDS = "pairs"  # in place of a dtype: words of two bfloat16, whose products are added
+
+
+def _accumulators() -> int:
+    """Vectors of 16 lanes that fit into the registers beside the factors."""
+    return 24 if isa.level().startswith("avx512") else 6
 
 
 def _constant(value: int) -> Any:
@@ -44,7 +49,9 @@ def _at(b: Any, address: Any, index: int, stride: Any) -> Any:
 
 
 def _widened(b: Any, address: Any, dtype: str, lanes: int) -> Any:
-    """So many elements at an address, as 16 lanes of float32; the other lanes are 0."""
+    """So many elements at an address, as 16 lanes of float32, or of words; the other lanes are 0."""
+    if dtype == _WORDS:
+        return load(b, address, ir.VectorType(_I32, 16))
     if dtype == "bfloat16":
         bits = b.zext(load(b, address, ir.VectorType(_I16, lanes)), ir.VectorType(_I32, lanes))
         shifted = b.shl(bits, ir.Constant(bits.type, [16] * lanes))
@@ -77,12 +84,15 @@ def make_load(dtype: str, lanes: int) -> Any:
 def make_product(rows: int, width: int, dtype: str, fresh: bool = False) -> Any:
     """(c, c_row, a, a_row, m, m_row, count): c [rows, width] += a [rows, count] @ m [count, width].
 
-    c and a are float32; rows of c are padded to 16 elements. m: of `dtype`. Each element of c is summed in
-    the order of m's rows, whatever the sizes. fresh: c = a @ m.
+    c and a are float32; rows of c are padded to 16 elements. m: of `dtype`. With "pairs" an element of a and
+    of m is two bfloat16, along `count`. Each element of c is summed in the order of m's rows, whatever the
+    sizes. fresh: c = a @ m.
     """
-    few = -(-rows // -(-rows // _ACCUMULATORS))  # of a pass
-    wide = max(1, _ACCUMULATORS // few)
+    few = -(-rows // -(-rows // min(6, _accumulators())))  # of a pass
+    wide = max(1, _accumulators() // few)
     lanes = _lanes(width)
+    pairs = dtype == _WORDS
+    size = 4 if pairs else SIZES[dtype]
 
     def tile(b: Any, members: range, columns: range, values: tuple[Any, ...]) -> None:
         c, c_row, a, a_row, m, m_row, count = values
@@ -93,13 +103,16 @@ def make_product(rows: int, width: int, dtype: str, fresh: bool = False) -> Any:
         starts = {r: _at(b, a, r, a_row) for r in members}
         with cgutils.for_range(b, count) as loop:
             row, offset = b.add(m, b.mul(loop.index, m_row)), b.mul(loop.index, _constant(4))
-            factors = {
-                j: _widened(b, b.add(row, _constant(16 * SIZES[dtype] * j)), dtype, lanes[j]) for j in columns
-            }
+            factors = {j: _widened(b, b.add(row, _constant(16 * size * j)), dtype, lanes[j]) for j in columns}
             for r in members:
-                factor = spread(b, load(b, b.add(starts[r], offset), _F32))
+                factor = spread(b, load(b, b.add(starts[r], offset), _I32 if pairs else _F32))
                 for j in columns:
-                    b.store(multiply_add(b, factor, factors[j], b.load(kept[r, j])), kept[r, j])
+                    total = b.load(kept[r, j])
+                    if pairs:
+                        total = emit_dot_bf16(b, total, factor, factors[j])
+                    else:
+                        total = multiply_add(b, factor, factors[j], total)
+                    b.store(total, kept[r, j])
         for place, address in places.items():
             store(b, address, b.load(kept[place]))
 
@@ -120,7 +133,7 @@ def make_dots(rows: int, width: int, dtype: str, keys: int) -> Any:
     keys stay. q: float32, rows padded to 16 elements. k: of `dtype`.
     """
     lanes = _lanes(width)
-    few = max(1, _ACCUMULATORS // keys)
+    few = max(1, min(6, _accumulators()) // keys)
 
     @emitted(void, i64, i64, i64, i64)
     def dots(b: Any, out: Any, q: Any, k: Any, k_row: Any) -> None:
@@ -160,9 +173,34 @@ def sums_of_16(b: Any, address: Any) -> Any:
     return vectors[0]
 
 
+def make_load_words(count: int) -> Any:
+    """(address) -> `count` bfloat16, a multiple of 8, as the first of 16 words of two; the others are 0."""
+
+    @emitted(i32x16, i64)
+    def load_words(b: Any, address: Any) -> Any:
+        x = load(b, address, ir.VectorType(_I16, count))
+        zeros = ir.Constant(x.type, [0] * count)
+        order = [*range(count), *[count] * (32 - count)]
+        return b.bitcast(shuffle(b, x, zeros, order), ir.VectorType(_I32, 16))
+
+    return load_words
+
+
+@emitted(void, i64, i32x16)
+def store_words(b: Any, out: Any, x: Any) -> None:
+    store(b, out, x)
+
+
 @emitted(void, i64, i64, i64)
-def transpose_16(b: Any, out: Any, address: Any, row: Any) -> None:
-    """Write the 16 columns of 16 rows of 16 float32 one after another at `out`."""
+def interleave(b: Any, out: Any, first: Any, second: Any) -> None:
+    """Write 16 words: 16-bit values at `first` are the lower halves, those at `second` the upper ones."""
+    low, high = (b.zext(load(b, each, ir.VectorType(_I16, 16)), _VI) for each in (first, second))
+    store(b, out, b.or_(low, b.shl(high, ir.Constant(_VI, [16] * 16))))
+
+
+@emitted(void, i64, i64, i64, i64)
+def transpose_16(b: Any, out: Any, out_row: Any, address: Any, row: Any) -> None:
+    """Write the 16 columns of 16 rows of 16 words as rows at `out`."""
     vectors = [load(b, _at(b, address, index, row), _VF) for index in range(16)]
     low = [lane // 2 + 16 * (lane % 2) for lane in range(16)]
     high = [8 + each for each in low]
@@ -173,4 +211,4 @@ def transpose_16(b: Any, out: Any, address: Any, row: Any) -> None:
             for order in (low, high)
         ]
     for index, vector in enumerate(vectors):
-        store(b, b.add(out, _constant(64 * index)), vector)
+        store(b, _at(b, out, index, out_row), vector)

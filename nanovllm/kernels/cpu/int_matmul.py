@@ -52,7 +52,7 @@ def make_product(format: str, dtype: str) -> Callable[..., None]:
 
     (load, store), (load_part, store_part), size = v.WHOLE[dtype], v.PART[dtype], v.SIZES[dtype]
     one, two, four, eight = (int_vectors.tile(format, rows) for rows in (1, 2, 4, 8))
-    sum_of, add, prefetch = int_vectors.sum_of, v.add, v.prefetch
+    sum_of, add, ahead_of_group = int_vectors.sum_of, v.add, int_vectors.AHEAD_OF_GROUP
 
     @njit(nogil=True, error_model="numpy")
     def finish(
@@ -103,27 +103,27 @@ def make_product(format: str, dtype: str) -> Callable[..., None]:
         first = program % columns * vectors
         residual_bytes, out_bytes = residual_stride * size, n * size
         last = min(first + vectors, (n + 15) // 16)
-        # While some rows are multiplied, the block that this thread reads next comes into its cache.
-        share = block_bytes // 64 * 8 // (end - first_row) if end - first_row >= 16 else 0
+        part = groups * ahead_of_group
         for index in range(first, last):
             block = weight + index * block_bytes
+            # While rows are multiplied, the block that this thread reads next comes into its cache.
             coming = block + (1 if index + 1 < last else ahead) * block_bytes
+            asked = 0
             count = min(16, n - 16 * index)
             own_bias = bias + 16 * size * index if bias else 0
             row = first_row
             while row < end:
                 place = x + row * row_bytes
-                for line in range(share):
-                    prefetch(coming + 64 * line)
-                coming += 64 * share
-                if row + 8 <= end:
-                    done, sums = 8, eight(place, row_bytes, block, groups)
+                wanted = coming + asked if asked < block_bytes else 0
+                asked += part
+                if row + 8 <= end and end - first_row > 8:  # two tiles ask for a whole block
+                    done, sums = 8, eight(place, row_bytes, block, wanted, groups)
                 elif row + 4 <= end:
-                    done, sums = 4, four(place, row_bytes, block, groups)
+                    done, sums = 4, four(place, row_bytes, block, wanted, groups)
                 elif row + 2 <= end:
-                    done, sums = 2, two(place, row_bytes, block, groups)
+                    done, sums = 2, two(place, row_bytes, block, wanted, groups)
                 else:
-                    done, sums = 1, one(place, row_bytes, block, groups)
+                    done, sums = 1, one(place, row_bytes, block, wanted, groups)
                 added = residual + row * residual_bytes + 16 * size * index if residual else 0
                 target = out + row * out_bytes + 16 * size * index
                 finish(sums, done, own_bias, added, residual_bytes, target, out_bytes, count)

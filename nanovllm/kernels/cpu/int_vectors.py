@@ -38,6 +38,7 @@ _VF, _VI = (ir.VectorType(each, LANES) for each in (_F32, _I32))
 _BYTES, _WORDS = ir.VectorType(_I8, 4 * LANES), ir.VectorType(_I16, 2 * LANES)
 MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which is in the lower bits
 _TINY = 1e-30  # a group whose largest value is below is 0
+AHEAD_OF_GROUP = 256  # bytes that a tile of several rows asks for with each group
 _AHEAD = 2048  # bytes that are asked for before they are needed
 _MOST_ROWS = {"avx512_bf16": 8, "avx512": 8}  # whose sums stay in registers; 4 elsewhere
 
@@ -231,7 +232,7 @@ def _group_sums(b: Any, format: IntFormat, weight: Any, rows: list[Any], starts:
     return sums
 
 
-def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, groups: Any) -> list[Any]:
+def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, ahead: Any, groups: Any) -> list[Any]:
     """The product of each row with 16 outputs, groups in order: float32."""
     size, codes, numbers = _record(format), LANES * format.code_bytes, 2 * LANES * format.numbers
     totals = [cgutils.alloca_once(b, _VF) for _ in rows]
@@ -246,6 +247,11 @@ def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, groups: 
         if len(rows) == 1:
             for line in range(0, codes, 4 * LANES):
                 prefetch(b, plus(b, place, _AHEAD + line))
+        else:
+            with b.if_then(b.icmp_signed("!=", ahead, _number(0))):
+                coming = b.add(ahead, b.mul(loop.index, _number(AHEAD_OF_GROUP)))
+                for line in range(0, AHEAD_OF_GROUP, 4 * LANES):
+                    prefetch(b, plus(b, coming, line))
         sums = _group_sums(b, format, place, own, starts)
         at = b.add(scales, b.mul(loop.index, _number(numbers)))
         halves = ir.VectorType(_I16, LANES)
@@ -262,12 +268,13 @@ def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, groups: 
 
 
 def tile(name: str, rows: int) -> Any:
-    """(first record of x, bytes of a row, a block of 16 outputs, groups) -> where `sum_of` finds the
-    products of `rows` rows, [rows, 16]."""
+    """(first record of x, bytes of a row, a block of 16 outputs, ahead, groups) -> where `sum_of` finds the
+    products of `rows` rows, [rows, 16]. With several rows, `AHEAD_OF_GROUP` bytes for each group from `ahead`
+    on come into the cache meanwhile, unless it is 0."""
     format = FORMATS[name]
 
-    @emitted(i64, i64, i64, i64, i64)
-    def product(b: Any, x: Any, stride: Any, weight: Any, groups: Any) -> Any:
+    @emitted(i64, i64, i64, i64, i64, i64)
+    def product(b: Any, x: Any, stride: Any, weight: Any, ahead: Any, groups: Any) -> Any:
         kept = cgutils.alloca_once(b, ir.ArrayType(_VF, rows))
         first = b.ptrtoint(kept, _I64)
         step = min(rows, _MOST_ROWS.get(isa.level(), 4))
@@ -275,7 +282,7 @@ def tile(name: str, rows: int) -> Any:
             begin = b.add(x, b.mul(b.mul(stride, _number(step)), loop.index))
             own = [b.add(begin, b.mul(stride, _number(row))) for row in range(step)]
             target = b.add(first, b.mul(loop.index, _number(4 * LANES * step)))
-            for index, total in enumerate(_emit_tile(b, format, own, weight, groups)):
+            for index, total in enumerate(_emit_tile(b, format, own, weight, ahead, groups)):
                 place = b.inttoptr(plus(b, target, 4 * LANES * index), _VF.as_pointer())
                 b.store(total, place).align = 1
         return first

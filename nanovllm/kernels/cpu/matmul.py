@@ -13,6 +13,7 @@ import torch
 
 from nanovllm import isa
 from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty, scratch
+from nanovllm.kernels.cpu.team import team
 
 _COLUMNS = 64
 _CHUNK = 96  # rows of a program: they stay in the cache while the blocks of the weight go by
@@ -78,14 +79,14 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
     x_size = 2 if activation == "bfloat16" else 4
     group_bytes = 32 if weight == "float16" else 64
     block_bytes = columns * v.SIZES[weight]
-    lines = ["def tiles(rows, sums, x, x_stride, w, steps):"]
+    lines = ["def tiles(rows, sums, x, x_stride, w, ahead, steps):"]
     scope: dict[str, Any] = {}
     for rows in range(1, most + 1):
         groups = groups_of(rows)
         scope[f"tile{rows}"] = make_tile(rows, groups, activation, weight)
         lines.append(f"    {'if' if rows == 1 else 'elif'} rows == {rows}:")
         lines += [
-            f"        tile{rows}(sums + {64 * group}, x, x_stride, w + {group_bytes * group}, steps)"
+            f"        tile{rows}(sums + {64 * group}, x, x_stride, w + {group_bytes * group}, ahead, steps)"
             for group in range(0, 4, groups)
         ]
     exec("\n".join(lines), scope)
@@ -105,6 +106,7 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
         x_stride: int,
         residual_stride: int,
         blocks: int,
+        threads: int,
         program: int,
         thread: int,
     ) -> None:
@@ -114,12 +116,17 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
         start, steps = packed + block * block_bytes * k, k // steps_of
         column = block * columns
         width = min(columns, n - column)
+        # While the first rows are multiplied, the block that this thread reads next comes into its cache, by
+        # halves.
+        ahead = start + threads * block_bytes * k if block + threads < blocks and last - first > most else 0
+        half = block_bytes * k // 2
         row = first
         while row < last:
             count = min(most, last - row)
             if last - row == most + 1:  # two even tiles instead of one with a single row
                 count = (most + 1) // 2
-            tiles(count, sums, x + row * x_stride * x_size, x_stride * x_size, start, steps)
+            tiles(count, sums, x + row * x_stride * x_size, x_stride * x_size, start, ahead or start, steps)
+            ahead = ahead + half if ahead and row == first else 0
             for each in range(count):
                 target = out + ((row + each) * n + column) * size
                 other = residual + ((row + each) * residual_stride + column) * size
@@ -225,7 +232,7 @@ def matmul(
     other = 0 if residual is None else residual.stride(0)
     programs = blocks * -(-rows // _CHUNK)
     tensors = y, packed, bias, residual, out, memory
-    _KERNEL.launch(variant, programs, *tensors, rows, n, k, y.stride(0), other, blocks)
+    _KERNEL.launch(variant, programs, *tensors, rows, n, k, y.stride(0), other, blocks, team().size)
     return out
 
 

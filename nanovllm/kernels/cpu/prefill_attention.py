@@ -1,8 +1,9 @@
 """Causal attention of new tokens over the paged cache, on a CPU, in place.
 
 A program is some queries of one sequence with the query heads of one KV head. It copies a tile of keys,
-turned, and of values to its own memory in float32, and then multiplies tiles that stay in registers. Tiles of
-keys begin at multiples of their size, so that a query's bits depend on no other query.
+turned, and of values to its own memory, and then multiplies tiles that stay in registers. Tiles of keys begin
+at multiples of their size, so that a query's bits depend on no other query. Products are those of float32; on
+CPUs with AVX512_BF16 bfloat16 is multiplied in pairs, and the weights of values are rounded to it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from nanovllm import isa
 from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty, scratch
 from nanovllm.kernels.paged import PLAIN, KVCache, Variant
 
@@ -24,7 +26,7 @@ def _sizes(group: int, head_dim: int) -> tuple[int, int, int, int]:
     queries = max(1, _ROWS // group)
     rows = -(-queries * group // _PASS) * _PASS
     row = -(-head_dim // 16) * 64
-    return queries, rows, row, rows * (2 * row + 4 * _KEYS + 8) + (2 * _KEYS + 16) * row + 64
+    return queries, rows, row, rows * (2 * row + 4 * _KEYS + 8) + (2 * _KEYS + 18) * row + 64
 
 
 def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..., None]:
@@ -32,9 +34,14 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
     from nanovllm.kernels.cpu import vectors as v
 
     size, rest = v.SIZES[dtype], head_dim % 16
+    pairs = dtype == "bfloat16" and isa.has_bf16()
+    kind, of_pair = ("pairs", 2) if pairs else ("float32", 1)
+    words, last_words = -(-head_dim // 32), tiles.make_load_words(head_dim % 32 or 32)
+    whole_words, store_words, interleave = tiles.make_load_words(32), tiles.store_words, tiles.interleave
     load, store, store_part = v.WHOLE[dtype][0], v.WHOLE[dtype][1], v.PART[dtype][1]
     load_rest = tiles.make_load(dtype, 8)
-    fresh, product = (tiles.make_product(_PASS, 16, "float32", fresh) for fresh in (True, False))
+    fresh = tiles.make_product(_PASS, _KEYS, kind, fresh=True)
+    product = tiles.make_product(_PASS, -(-head_dim // 16) * 16, kind)
     transpose_16 = tiles.transpose_16
     add, sub, mul, div, splat, exp, tanh = v.add, v.sub, v.mul, v.div, v.splat, v.exp, v.tanh
     maximum, largest, total_of, first_lanes = v.maximum, v.largest, v.total, v.first_lanes
@@ -88,19 +95,25 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
         tops = scores + most_rows * 4 * keys
         totals = tops + 4 * most_rows
         turned = totals + 4 * most_rows
-        panels = turned + keys * row_bytes  # of values: 16 columns of all keys, one after another
+        panels = turned + keys * row_bytes  # of values: rows of keys, or of pairs of keys
         stage = panels + keys * row_bytes
         for r in range(passes * few):
             source = q + ((first + r // group) * q_stride + (head * group + r % group) * q_head_stride) * size
             for j in range(vectors_of_row):
-                value = splat(0.0)
-                if r < rows:
+                store_f32(sums + r * row_bytes + 64 * j, splat(0.0))
+                store_f32(queries + r * row_bytes + 64 * j, splat(0.0))
+            if pairs and r < rows:
+                for j in range(words - 1):
+                    store_words(queries + r * row_bytes + 64 * j, whole_words(source + 64 * j))
+                j = words - 1
+                store_words(queries + r * row_bytes + 64 * j, last_words(source + 64 * j))
+            elif r < rows:
+                for j in range(vectors_of_row):
                     if j < whole:
                         value = mul(load(source + 16 * size * j), splat(scale))
                     else:
                         value = mul(load_rest(source + 16 * size * j), splat(scale))
-                store_f32(queries + r * row_bytes + 64 * j, value)
-                store_f32(sums + r * row_bytes + 64 * j, splat(0.0))
+                    store_f32(queries + r * row_bytes + 64 * j, value)
             set_f32(tops + 4 * r, -1e30)
             set_f32(totals + 4 * r, 0.0)
         tables += 4 * row * table_stride
@@ -117,29 +130,40 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
                 if low <= at < stop:
                     block = get_i32(tables + 4 * (at // page))
                 cell = (block * block_stride + at % page * position_stride) * size
-                for j in range(vectors_of_row):
-                    key, value = splat(0.0), splat(0.0)
-                    if low <= at < stop:
+                value_row = stage + (16 + inside % 2) * row_bytes if pairs else panels + inside * row_bytes
+                if not low <= at < stop:
+                    for j in range(vectors_of_row):
+                        store_f32(key_row + 64 * j, splat(0.0))
+                        store_f32(value_row + 64 * j, splat(0.0))
+                elif pairs:
+                    for j in range(words - 1):
+                        store_words(key_row + 64 * j, whole_words(k + cell + 64 * j))
+                        store_words(value_row + 64 * j, whole_words(values + cell + 64 * j))
+                    j = words - 1
+                    store_words(key_row + 64 * j, last_words(k + cell + 64 * j))
+                    store_words(value_row + 64 * j, last_words(values + cell + 64 * j))
+                else:
+                    for j in range(vectors_of_row):
                         if j < whole:
                             key, value = load(k + cell + 16 * size * j), load(values + cell + 16 * size * j)
                         else:
                             key = load_rest(k + cell + 16 * size * j)
                             value = load_rest(values + cell + 16 * size * j)
-                    store_f32(key_row + 64 * j, key)
-                    store_f32(panels + (j * keys + inside) * 64, value)
-                if inside % 16 == 15:
+                        store_f32(key_row + 64 * j, key)
+                        store_f32(value_row + 64 * j, value)
+                if pairs and inside % 2:
                     for j in range(vectors_of_row):
-                        transpose_16(
-                            turned + (inside // 16 * vectors_of_row + j) * 1024, stage + 64 * j, row_bytes
-                        )
-            for part in range(groups):
-                for each in range(passes):
-                    r = each * few
-                    latest = position + (min(r + few, rows) - 1) // group
-                    if latest >= tile + 16 * part:
-                        target, source = scores + 4 * (r * keys + 16 * part), queries + r * row_bytes
-                        panel = turned + part * vectors_of_row * 1024
-                        fresh(target, 4 * keys, source, row_bytes, panel, 64, head_dim)
+                        target = panels + inside // 2 * row_bytes + 64 * j
+                        interleave(target, value_row - row_bytes + 32 * j, value_row + 32 * j)
+                if inside % 16 == 15:
+                    for j in range(words if pairs else vectors_of_row):
+                        target = turned + (16 * j * keys + inside - 15) * 4
+                        transpose_16(target, 4 * keys, stage + 64 * j, row_bytes)
+            for each in range(passes):
+                r = each * few
+                if position + (min(r + few, rows) - 1) // group >= tile:
+                    target, source = scores + 4 * r * keys, queries + r * row_bytes
+                    fresh(target, 4 * keys, source, row_bytes, turned, 4 * keys, head_dim // of_pair)
             for r in range(rows):
                 own, mine = scores + 4 * r * keys, position + r // group
                 seen, hidden = mine + 1 - tile, (mine - window + 1 - tile if window else 0)
@@ -147,6 +171,8 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
                 highest = splat(top)
                 for i in range(0, 16 * groups, 16):
                     score = load_f32(own + 4 * i)
+                    if pairs:
+                        score = mul(score, splat(scale))
                     if softcap != 0.0:
                         score = mul(tanh(div(score, splat(softcap))), splat(softcap))
                     if seen < i + 16:
@@ -159,7 +185,10 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
                 added = splat(0.0)
                 for i in range(0, 16 * groups, 16):
                     weight = exp(sub(load_f32(own + 4 * i), new_top))
-                    store_f32(own + 4 * i, weight)
+                    if pairs:
+                        store(own + 2 * i, weight)
+                    else:
+                        store_f32(own + 4 * i, weight)
                     added = add(added, weight)
                 new = largest(new_top)
                 if new != top:
@@ -170,14 +199,13 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
                     set_f32(totals + 4 * r, largest(mul(decay, splat(get_f32(totals + 4 * r)))))
                     set_f32(tops + 4 * r, new)
                 set_f32(totals + 4 * r, get_f32(totals + 4 * r) + total_of(added))
-            for j in range(vectors_of_row):
-                for each in range(passes):
-                    r = each * few
-                    latest = position + (min(r + few, rows) - 1) // group
-                    used = min(stop, latest + 1) - tile
-                    if used > 0:
-                        target, source = sums + r * row_bytes + 64 * j, scores + 4 * r * keys
-                        product(target, row_bytes, source, 4 * keys, panels + j * keys * 64, 64, used)
+            for each in range(passes):
+                r = each * few
+                used = min(stop, position + (min(r + few, rows) - 1) // group + 1) - tile
+                if used > 0:
+                    target, source = sums + r * row_bytes, scores + 4 * r * keys
+                    count_used = (used + of_pair - 1) // of_pair
+                    product(target, row_bytes, source, 4 * keys, panels, row_bytes, count_used)
         for r in range(rows):
             total = splat(get_f32(totals + 4 * r))
             if has_sinks:

@@ -20,6 +20,7 @@ from nanovllm.kernels.cpu.emitting import (
     load,
     multiply_add,
     plus,
+    prefetch,
     spread,
     store,
     void,
@@ -75,8 +76,8 @@ def _loop(b: Any, count: Any, sums: list[Any], body: Callable[[Any, list[Any]], 
 
 
 def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
-    """(sums, x, x_stride, w, steps): x [rows, K] times 16 * groups columns of a block, written to sums
-    [rows, COLUMNS] float32. Strides in bytes.
+    """(sums, x, x_stride, w, ahead, steps): x [rows, K] times 16 * groups columns of a block, written to sums
+    [rows, COLUMNS] float32. Strides in bytes. Meanwhile two cache lines a step from `ahead` on are asked for.
 
     A step is one k; two for a weight in bfloat16, whose pairs along K are neighbours. activation "bfloat16"
     is multiplied by dot products of pairs; else it is float32.
@@ -106,7 +107,7 @@ def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
                         sums[place] = multiply_add(b, value, half[group], sums[place])
         return sums
 
-    def tile(b: Any, out: Any, x: Any, x_stride: Any, w: Any, steps: Any) -> None:
+    def tile(b: Any, out: Any, x: Any, x_stride: Any, w: Any, ahead: Any, steps: Any) -> None:
         starts = [b.add(x, b.mul(x_stride, ir.Constant(_WORD, row))) for row in range(rows)]
 
         def body(unroll: int, first: Any) -> Callable[[Any, list[Any]], list[Any]]:
@@ -115,7 +116,10 @@ def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
                 columns = b.add(w, b.mul(place, ir.Constant(_WORD, step_bytes)))
                 offset = b.mul(place, ir.Constant(_WORD, x_bytes))
                 own = [b.add(start, offset) for start in starts]
+                coming = b.add(ahead, b.mul(place, ir.Constant(_WORD, 128)))
                 for each in range(unroll):
+                    prefetch(b, plus(b, coming, 128 * each))
+                    prefetch(b, plus(b, coming, 128 * each + 64))
                     at = [plus(b, start, x_bytes * each) for start in own]
                     sums = step(b, at, plus(b, columns, step_bytes * each), sums)
                 return sums
@@ -132,4 +136,4 @@ def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
                 place = plus(b, out, 4 * (COLUMNS * row + 16 * group))
                 store(b, place, sums[row * groups + group])
 
-    return emitted(void, i64, i64, i64, i64, i64)(tile)
+    return emitted(void, *[i64] * 6)(tile)
