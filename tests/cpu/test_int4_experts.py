@@ -190,16 +190,20 @@ def test_weights_as_they_are_stored(gpt_oss: tuple[Path, Path], dtype: torch.dty
 
 
 @pytest.mark.usefixtures("packed_mxfp4")
-def test_ranks_that_share_a_group_dequantise(gpt_oss: tuple[Path, Path]) -> None:
-    """Half of `down` is 48 inputs; a third is one group."""
-    for size in (2, 3):
-        for rank in range(size):
-            group = TPGroup(rank, size)
-            models = [build(folder, BF16, group) for folder in gpt_oss]
+def test_ranks_that_share_a_group_dequantise(tmp_path: Path) -> None:
+    """Half of 96 inputs of `down` is one and a half groups."""
+    for width in (96, 128):
+        sizes = {"hidden_size": 64, "intermediate_size": width}
+        floats = write_tiny_model(tmp_path / f"floats{width}", "gpt_oss", **sizes)
+        folders = write_mxfp4(floats, tmp_path / f"a{width}"), write_rounded(floats, tmp_path / f"b{width}")
+        for rank in (0, 1):
+            models = [build(folder, BF16, TPGroup(rank, 2)) for folder in folders]
             stored, exact = (each.model.layers[0].mlp.experts.experts_method for each in models)
-            assert (stored.dense is None) == (size == 3)
+            assert (stored.dense is None) == (width == 128)
             held = [(stored.dense or stored).down[7], exact.down[7]]
-            assert torch.equal(*held) and held[0].shape == (64, 96 // size)
+            assert torch.equal(*held) and held[0].shape == (64, width // 2)
+            held = [(stored.dense or stored).gate_up[7], exact.gate_up[7]]
+            assert torch.equal(*held) and held[0].shape == (width, 64)
 
 
 @pytest.mark.usefixtures("packed")

@@ -31,6 +31,7 @@ COLUMNS = 64  # of a block of a packed weight
 _WORD, _FLOAT, _INT = ir.IntType(64), ir.FloatType(), ir.IntType(32)
 _VF, _VI, _VH = (ir.VectorType(each, 16) for each in (_FLOAT, _INT, ir.HalfType()))
 _UNROLL = 2
+_NEVER_SEVERAL = 2  # rows of tiles that are the only one of their rows, or the last: they ask for nothing
 # Rows at once, and for each number of rows the groups of 16 columns at once: as many sums as there are
 # registers. An AVX-512 register holds a group, an AVX one half of it.
 _TILES = {
@@ -77,7 +78,8 @@ def _loop(b: Any, count: Any, sums: list[Any], body: Callable[[Any, list[Any]], 
 
 def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
     """(sums, x, x_stride, w, ahead, steps): x [rows, K] times 16 * groups columns of a block, written to sums
-    [rows, COLUMNS] float32. Strides in bytes. Meanwhile two cache lines a step from `ahead` on are asked for.
+    [rows, COLUMNS] float32. Strides in bytes. Meanwhile tiles of more
+    than two rows ask for two cache lines a step from `ahead` on.
 
     A step is one k; two for a weight in bfloat16, whose pairs along K are neighbours. activation "bfloat16"
     is multiplied by dot products of pairs; else it is float32.
@@ -118,8 +120,8 @@ def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
                 own = [b.add(start, offset) for start in starts]
                 coming = b.add(ahead, b.mul(place, ir.Constant(_WORD, 128)))
                 for each in range(unroll):
-                    prefetch(b, plus(b, coming, 128 * each))
-                    prefetch(b, plus(b, coming, 128 * each + 64))
+                    for line in (0, 64) if rows > _NEVER_SEVERAL else ():
+                        prefetch(b, plus(b, coming, 128 * each + line))
                     at = [plus(b, start, x_bytes * each) for start in own]
                     sums = step(b, at, plus(b, columns, step_bytes * each), sums)
                 return sums
