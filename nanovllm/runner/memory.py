@@ -54,9 +54,9 @@ def check_weights_fit(need: int, memory: list[tuple[int, int]], config: Config, 
             fix = "Raise gpu_memory_utilization" if need <= free else "Close other programs on the device"
             fix += ", or use more devices (tensor_parallel_size) or a smaller model"
             if not device.is_cuda:  # whose ranks share one memory
-                share, half = "", "dtype='bfloat16' (half of float32) or "
-                smaller = f"{half if config.dtype in ('auto', 'float32') else ''}a smaller model"
-                fix = f"Close other programs, or use {smaller}"
+                is_float32 = device.resolve_dtype(config.dtype, "bfloat16").itemsize == 4
+                half = "dtype='bfloat16' (half of float32) or " if is_float32 else ""
+                share, fix = "", f"Close other programs, or use {half}a smaller model"
             raise KVCacheMemoryError(
                 f"the model does not fit: its weights need {need / 2**30:,.2f} GiB on {whose}, and "
                 f"{may / 2**30:,.2f} GiB may be used ({free / 2**30:,.2f} of {total / 2**30:,.2f} "

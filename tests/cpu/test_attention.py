@@ -18,7 +18,7 @@ from attention_cases import Heads, fused_queries, make_cache
 from op_gate import Setting, write_config
 from test_needs import GPU
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, isa
 from nanovllm.attention.backends import (
     FlashAttnBackend,
     ReferenceBackend,
@@ -117,7 +117,9 @@ def test_a_host_that_does_not_report_its_memory(monkeypatch: pytest.MonkeyPatch)
 def test_devices_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match="torch sees"):
         Device("cuda:99")
-    assert Device("cpu").resolve_dtype("auto", "bfloat16") == torch.float32
+    fastest = torch.bfloat16 if isa.has_bf16() else torch.float32
+    assert Device("cpu").resolve_dtype("auto", "bfloat16") == fastest
+    assert Device("cpu").resolve_dtype("auto", "float16") == torch.float32
     assert Device("cpu").resolve_dtype("bfloat16", "float32") == torch.bfloat16
 
 

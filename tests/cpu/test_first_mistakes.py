@@ -59,13 +59,13 @@ def base_model(llm: LLM, folder: Path) -> object:
 def little_memory(llm: LLM, folder: Path) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "memory", lambda self: (2**20, 2**30))
-        return LLM(DEMO, device="cpu")
+        return LLM(DEMO, device="cpu", dtype="float32")
 
 
 def no_room_for_the_cache(llm: LLM, folder: Path) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "memory", lambda self: (2**28, 2**30))
-        return LLM(DEMO, **{**SMALL, "num_kvcache_blocks": 10**6})
+        return LLM(DEMO, **{**SMALL, "num_kvcache_blocks": 10**6, "dtype": "float32"})
 
 
 def asleep(llm: LLM, folder: Path) -> object:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checked_llm import make_tiny
 
+from nanovllm import isa
 from nanovllm.config import Config
 from nanovllm.device import SPARE_BYTES, Device
 from nanovllm.errors import KVCacheMemoryError
@@ -57,13 +58,14 @@ def test_weights_may_take_the_share_if_it_is_free(monkeypatch: pytest.MonkeyPatc
         check_weights_fit(6 * GIB, [(5 * GIB, 79 * GIB)], config, device)
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("options", [{}, {"dtype": "float32"}, {"dtype": "bfloat16"}])
 def test_advice_acts_on_the_device(options: dict) -> None:
-    """No error on a CPU names `gpu_memory_utilization`, which does nothing there."""
+    """No error on a CPU names `gpu_memory_utilization`, which does nothing there, or a dtype that it has."""
     config, half = Config("m", **options), "dtype='bfloat16' (half of float32) or "
     with pytest.raises(KVCacheMemoryError, match="the model does not fit") as caught:
         check_weights_fit(9 * GIB, [(8 * GIB, 16 * GIB)], config, Device("cpu"))
-    smaller = "a smaller model" if options else f"{half}a smaller model"
+    has_half = isa.has_bf16() if not options else options["dtype"] == "bfloat16"
+    smaller = "a smaller model" if has_half else f"{half}a smaller model"
     assert str(caught.value).endswith(f"GiB are free). Close other programs, or use {smaller}")
     for device, advice in (
         ("cpu", "Pass kv_cache_memory_bytes, up to what is free, or a smaller kvcache_block_size;"),

@@ -39,7 +39,7 @@ KINDS: list[tuple[dict[str, Any], str]] = [
 
 
 def make(**options: Any) -> CheckedLLM:
-    defaults = {"device": "cpu", "async_scheduling": True, "max_model_len": 96}
+    defaults = {"device": "cpu", "async_scheduling": True, "max_model_len": 96, "dtype": "float32"}
     return CheckedLLM(demo_model_path(), **defaults | options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rank_functions import cannot_return, fails, num_weights, place
 from nanovllm import (
     LLM,
     CompletionOutput,
+    EngineArgs,
     Histogram,
     PoolingParams,
     RequestMetrics,
@@ -24,6 +26,18 @@ from nanovllm import (
 from nanovllm.engine.metrics import RequestTimes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+def test_every_default_of_vllm_is_accepted() -> None:
+    """The defaults that vLLM 0.32 itself states, but for objects; both as arguments and as `vars(args)`."""
+    defaults = json.loads((Path(__file__).parents[1] / "data" / "vllm_defaults.json").read_text())
+    assert len(defaults["EngineArgs"]) > 230 and len(defaults["SamplingParams"]) > 30
+    for name, value in defaults["EngineArgs"].items():
+        EngineArgs(model="x", **{name: value})
+    for name, value in defaults["SamplingParams"].items():
+        SamplingParams(**{name: value})
+    EngineArgs(model="x", **defaults["EngineArgs"])
+    SamplingParams(**defaults["SamplingParams"])
 
 
 @pytest.fixture(scope="module", params=[{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
