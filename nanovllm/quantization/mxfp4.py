@@ -6,9 +6,11 @@ file.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,6 +26,15 @@ from nanovllm.quantization.unquantized import QuantConfig
 
 _KEY = "config.json: quantization_config"
 _DUMMY_SCALE = 120.0  # a byte: 2 ** -7, with which random codes have a standard deviation of 0.02
+
+_DEQUANTISED = "experts in MXFP4 are dequantised as they are loaded: they take four times the files' memory"
+logger = logging.getLogger("nanovllm")
+
+
+@lru_cache
+def say_dequantised() -> None:
+    """Once: of a device that could keep 4 bits, with another dtype or on ranks that share groups."""
+    logger.warning("%s; dtype='bfloat16' and parts of multiples of %d would keep 4 bits", _DEQUANTISED, GROUP)
 
 
 def mxfp4_shards(weight: WeightShard) -> tuple[WeightShard, WeightShard]:
@@ -64,6 +75,8 @@ class Mxfp4ExpertsMethod(PackedExpertsMethod):
             self.gate_up = self.make(layer, "gate_up", gate_up, MXFP4, options)
             self.down = self.make(layer, "down", down, MXFP4, options)
         else:
+            if self._packs:
+                say_dequantised()
             self.dense = UnquantizedExpertsMethod()
             shards = self.dense.create(layer, gate_up, down, options)
         self._weights = {weight.module: weight for weight in shards}
@@ -128,7 +141,7 @@ class Mxfp4Config(QuantConfig):
     def note(self) -> str | None:
         if self.packs:
             return None
-        return "experts in MXFP4 are dequantised as they are loaded: they take four times the files' memory"
+        return _DEQUANTISED
 
     @classmethod
     def of(cls, stated: Mapping[str, Any]) -> QuantConfig:

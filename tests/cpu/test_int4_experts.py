@@ -31,6 +31,7 @@ from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights, init_dummy_weights, weight_bytes
 from nanovllm.quantization.base import Normed
 from nanovllm.quantization.int4_configs import from_awq
+from nanovllm.quantization.mxfp4 import say_dequantised
 from tools.write_int4 import dequantised, random_order, rounded, write_int4
 from tools.write_mxfp4 import write_mxfp4, write_rounded
 
@@ -169,9 +170,13 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.usefixtures("packed_mxfp4")
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-def test_weights_as_they_are_stored(gpt_oss: tuple[Path, Path], dtype: torch.dtype) -> None:
-    """A model in bfloat16 keeps 4 bits: the values of the dequantised checkpoint, and its logits."""
+def test_weights_as_they_are_stored(
+    gpt_oss: tuple[Path, Path], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model in bfloat16 keeps 4 bits: the values of the dequantised checkpoint. Others say so once."""
+    say_dequantised.cache_clear()
     model, exact = (build(folder, dtype) for folder in gpt_oss)
+    assert caplog.text.count("dtype='bfloat16' and parts of multiples of 32") == (dtype != BF16)
     for layer, wanted in zip(model.model.layers, exact.model.layers, strict=True):
         method, other = layer.mlp.experts.experts_method, wanted.mlp.experts.experts_method
         assert (method.dense is None) == (dtype == BF16)

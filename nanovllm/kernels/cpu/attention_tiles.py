@@ -31,6 +31,7 @@ _I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
 _F32 = ir.FloatType()
 _VF, _VI = ir.VectorType(_F32, 16), ir.VectorType(_I32, 16)
 _WORDS = "pairs"  # in place of a dtype: words of two bfloat16, whose products are added
+_MOST_ROWS = 6  # of a pass
 
 
 def _accumulators() -> int:
@@ -88,7 +89,7 @@ def make_product(rows: int, width: int, dtype: str, fresh: bool = False) -> Any:
     of m is two bfloat16, along `count`. Each element of c is summed in the order of m's rows, whatever the
     sizes. fresh: c = a @ m.
     """
-    few = -(-rows // -(-rows // min(6, _accumulators())))  # of a pass
+    few = -(-rows // -(-rows // _MOST_ROWS))  # of a pass
     wide = max(1, _accumulators() // few)
     lanes = _lanes(width)
     pairs = dtype == _WORDS
@@ -133,7 +134,7 @@ def make_dots(rows: int, width: int, dtype: str, keys: int) -> Any:
     keys stay. q: float32, rows padded to 16 elements. k: of `dtype`.
     """
     lanes = _lanes(width)
-    few = max(1, min(6, _accumulators()) // keys)
+    few = max(1, _MOST_ROWS // keys)
 
     @emitted(void, i64, i64, i64, i64)
     def dots(b: Any, out: Any, q: Any, k: Any, k_row: Any) -> None:

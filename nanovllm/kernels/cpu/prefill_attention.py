@@ -37,7 +37,7 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
     pairs = dtype == "bfloat16" and isa.has_bf16()
     kind, of_pair = ("pairs", 2) if pairs else ("float32", 1)
     words, last_words = -(-head_dim // 32), tiles.make_load_words(head_dim % 32 or 32)
-    whole_words, store_words, interleave = tiles.make_load_words(32), tiles.store_words, tiles.interleave
+    whole_words, store_words, interleave = v.load_i32, tiles.store_words, tiles.interleave
     load, store, store_part = v.WHOLE[dtype][0], v.WHOLE[dtype][1], v.PART[dtype][1]
     load_rest = tiles.make_load(dtype, 8)
     fresh = tiles.make_product(_PASS, _KEYS, kind, fresh=True)
