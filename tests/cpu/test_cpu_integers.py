@@ -374,7 +374,7 @@ def test_a_real_file_as_stored_is_near_its_dequantised_model() -> None:
     found = []
     for quantization in ("dequantize", None):
         options = {"quantization": quantization, "kv_cache_memory_bytes": 2**27, "max_model_len": 256}
-        with within(300), LLM(folder, device="cpu", **options) as llm:
+        with within(300), LLM(folder, device="cpu", dtype="float32", **options) as llm:
             outputs = llm.chat(chats, params, use_tqdm=False)
         values = []
         for output in outputs:

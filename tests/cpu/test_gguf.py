@@ -375,8 +375,8 @@ def test_a_real_model_answers_as_transformers() -> None:
     [path] = Path(folder).glob("*.gguf")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32).eval()
     params = SamplingParams(temperature=0, max_tokens=64, logprobs=1)
-    options = {"device": "cpu", "quantization": "dequantize", "kv_cache_memory_bytes": 2**28}
-    with within(300), LLM(folder, **options) as llm:
+    options = {"dtype": "float32", "quantization": "dequantize", "kv_cache_memory_bytes": 2**28}
+    with within(300), LLM(folder, device="cpu", **options) as llm:
         outputs = llm.chat(CHATS, params, use_tqdm=False)
     for output in outputs:
         prompt, answer = torch.tensor([output.prompt_token_ids]), output.outputs[0]
