@@ -155,9 +155,7 @@ class Device:
         first = self.torch.index
         needed = count * replicas
         if first + needed > there:
-            size = f"tensor_parallel_size={count}"
-            if replicas > 1:
-                size += f" and data_parallel_size={replicas}"
+            size = f"tensor_parallel_size={count} with data_parallel_size={replicas}"
             raise ValueError(
                 f"{size} needs {needed} GPUs from {self.torch} on, and torch sees "
                 f"{there} in all; use at most {there - first}, or check CUDA_VISIBLE_DEVICES"

@@ -52,6 +52,7 @@ class OpenedModel(NamedTuple):
 def open_model(config: Config) -> OpenedModel:
     """Find and check the model that `config` names. Errors as in `LLMEngine`."""
     device = Device(config.device)
+    device.ranks(config.tensor_parallel_size, config.data_parallel_size)  # before a model is downloaded
     if not device.is_cuda:
         isa.say_what_is_missing()
     elif config.num_threads is not None:

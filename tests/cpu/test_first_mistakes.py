@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.device import Device
+from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.structured_outputs import StructuredOutputsParams as Structured
+from nanovllm.workers import ranks
 
 DEMO = demo_model_path()
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 8, "kvcache_block_size": 16}
@@ -23,10 +26,6 @@ Mistake = Callable[[LLM, Path], object]  # of an engine of the demo model, and o
 def made(**options: Any) -> Mistake:
     """`LLM` of the demo model with these options."""
     return lambda llm, folder: LLM(DEMO, **{**SMALL, **options})
-
-
-def params(*positional: Any, **fields: Any) -> Mistake:
-    return lambda llm, folder: SamplingParams(*positional, **fields)
 
 
 def generate(*args: Any, **options: Any) -> Mistake:
@@ -56,16 +55,30 @@ def base_model(llm: LLM, folder: Path) -> object:
         tokenizer.chat_template = template
 
 
-def little_memory(llm: LLM, folder: Path) -> object:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Device, "memory", lambda self: (2**20, 2**30))
-        return LLM(DEMO, device="cpu", dtype="float32")
+def made_with(free: int, **options: Any) -> Mistake:
+    """`LLM` of the demo model on a device with so many free bytes."""
+
+    def start(llm: LLM, folder: Path) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Device, "memory", lambda self: (free, 2**30))
+            return LLM(DEMO, device="cpu", dtype="float32", **options)
+
+    return start
 
 
-def no_room_for_the_cache(llm: LLM, folder: Path) -> object:
+def more_gpus(llm: LLM, folder: Path) -> object:
+    """More GPUs than there are; a model that would be downloaded is not looked for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Device, "memory", lambda self: (2**28, 2**30))
-        return LLM(DEMO, **{**SMALL, "num_kvcache_blocks": 10**6, "dtype": "float32"})
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        return LLM("some/model", device="cuda:0", tensor_parallel_size=2, data_parallel_size=2)
+
+
+def full_while_it_starts(llm: LLM, folder: Path) -> object:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "PAUSE_SECONDS", (0.0, 0.0))
+        patch.setattr(ModelRunner, "warmup_model", Mock(side_effect=error))
+        return LLM(DEMO, **SMALL)
 
 
 def asleep(llm: LLM, folder: Path) -> object:
@@ -139,6 +152,17 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         made(device="gpu"),
         "ValueError: device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not 'gpu'; an NVIDIA GPU is 'cuda'",
     ),
+    "more ranks than GPUs": (
+        more_gpus,
+        "ValueError: tensor_parallel_size=2 with data_parallel_size=2 needs 4 GPUs from cuda:0 on, and "
+        "torch sees 1 in all; use at most 1, or check CUDA_VISIBLE_DEVICES",
+    ),
+    "a device that is full while the engine starts": (
+        full_while_it_starts,
+        "KVCacheMemoryError: cpu ran out of memory while the engine started (CUDA out of memory. Tried to "
+        "allocate 2.00 GiB). Close other programs on the device, or lower gpu_memory_utilization (now 0.9), "
+        "max_num_batched_tokens or max_num_seqs",
+    ),
     "a number of GPUs that does not fit": (
         made(tensor_parallel_size=5),
         "ValueError: tensor_parallel_size=5 does not divide this model's 4 query heads, 2 KV "
@@ -175,13 +199,13 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         "and the device is cpu",
     ),
     "too little memory for the weights": (
-        little_memory,
+        made_with(2**20),
         "KVCacheMemoryError: the model does not fit: its weights need 0.02 GiB on cpu, and "
         "0.00 GiB may be used (0.00 of 1.00 GiB are free). Close other programs, or use "
         "dtype='bfloat16' (half of float32) or a smaller model",
     ),
     "too little memory for the cache": (
-        no_room_for_the_cache,
+        made_with(2**28, num_kvcache_blocks=10**6, kvcache_block_size=16),
         "KVCacheMemoryError: no room for the KV cache: 1000000 block(s) of 16 tokens need "
         "93,750.0 MiB, and 128.0 MiB may be used (256 of 1,024 MiB are free, 0 MiB are kept "
         "for activations). Lower num_kvcache_blocks (now 1000000); or close other programs on "
@@ -272,29 +296,29 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         "pass chat_template, or pass whole prompts to generate()",
     ),
     "a temperature below 0": (
-        params(temperature=-1),
+        lambda llm, folder: SamplingParams(temperature=-1),
         "ValueError: temperature must be 0 for greedy or a positive number, not -1",
     ),
     "top_p of 0": (
-        params(top_p=0),
+        lambda llm, folder: SamplingParams(top_p=0),
         "ValueError: top_p must be in (0, 1]; 1 keeps all tokens, not 0",
     ),
     "parameters without names": (
-        params(0.7, 0.9),
+        lambda llm, folder: SamplingParams(0.7, 0.9),
         "TypeError: SamplingParams() takes keyword arguments only, not (0.7, 0.9): their order "
         "differs from engine to engine. Write SamplingParams(temperature=..., max_tokens=...)",
     ),
     "several greedy answers": (
-        params(n=2, temperature=0),
+        lambda llm, folder: SamplingParams(n=2, temperature=0),
         "ValueError: n must be 1 with temperature=0, not 2: they would all be equal; set a "
         "temperature above 0, or pass the prompt several times",
     ),
     "an empty stop string": (
-        params(stop=""),
+        lambda llm, folder: SamplingParams(stop=""),
         "ValueError: stop must be a string or a list of strings, none of them empty, not ''",
     ),
     "a schema as a dictionary": (
-        params(structured_outputs={"json": {"type": "object"}}),
+        lambda llm, folder: SamplingParams(structured_outputs={"json": {"type": "object"}}),
         "TypeError: structured_outputs must be StructuredOutputsParams, such as "
         "StructuredOutputsParams(json=schema), or None, not {'json': {'type': 'object'}}",
     ),

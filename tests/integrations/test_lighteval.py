@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 
 from nanovllm.integrations import lighteval as ours
 
-OPTIONS = "device=cpu,num_kvcache_blocks=400"
+OPTIONS = "device=cpu,dtype=float32,num_kvcache_blocks=400"
 TASKS = """
 from lighteval.metrics.metrics import Metrics
 from lighteval.tasks.lighteval_task import LightevalTaskConfig

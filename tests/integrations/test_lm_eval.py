@@ -31,6 +31,7 @@ from lm_eval.tasks import TaskManager
 from nanovllm.integrations.lm_eval import NanoVLLM
 
 LENGTH = 160  # maximum length of the models; some texts and prompts are longer
+ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 400}
 TASKS = ("demo_choice", "demo_greedy", "demo_rolling", "demo_generate")
 
 
@@ -99,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[NanoVLLM]:
-    model = NanoVLLM(demo_model_path(), max_length=LENGTH, device="cpu", num_kvcache_blocks=400)
+    model = NanoVLLM(demo_model_path(), max_length=LENGTH, **ENGINE)
     yield model
     model.model.close()
 
@@ -180,7 +181,7 @@ def test_the_models_own_limit(tmp_path: Path, reference: HFLM) -> None:
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 64}
     (folder / "config.json").write_text(json.dumps(config))
     theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=1)
-    ours = NanoVLLM(str(folder), device="cpu", num_kvcache_blocks=400)
+    ours = NanoVLLM(str(folder), **ENGINE)
     assert ours.max_length == theirs.max_length == 64
     letters = " ".join(row["answer"] for row in examples("alphabet", 40))
     ids = ours.tok_encode(letters)
@@ -274,7 +275,10 @@ def test_what_cannot_run_is_refused_by_name(model: NanoVLLM) -> None:
 def test_the_program(folder: Path, results: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
     """The README's command with local data, on a machine without a GPU."""
     command = [sys.executable, "-m", "nanovllm.integrations.lm_eval", "--model", "nanovllm"]
-    command += ["--model_args", f"pretrained={demo_model_path()},max_length={LENGTH},num_kvcache_blocks=400"]
+    command += [
+        "--model_args",
+        f"pretrained={demo_model_path()},max_length={LENGTH},dtype=float32,num_kvcache_blocks=400",
+    ]
     command += ["--include_path", str(folder), "--tasks", "demo_generate,demo_greedy"]
     command += ["--apply_chat_template", "--output_path", str(tmp_path)]
     offline = {

@@ -23,6 +23,8 @@ pytest.importorskip("ray.data", reason="needs Ray Data: pip install -e '.[ray]'"
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm.integrations.ray import OUTPUT_COLUMNS, LLMPredictor, generate
 
@@ -122,6 +124,23 @@ def test_the_lines_of_the_readme_answer_every_row_once_in_several_runs(tmp_path:
         {name: column[index] for name, column in expected.items()} for index in range(len(rows))
     ]
     assert [answer["n"] for answer in answers if answer["error"]] == [3]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_greedy_answers_are_those_of_transformers() -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    rows = [{"id": index, "prompt": prompt} for index, prompt in enumerate(PROMPTS)]
+    params = SamplingParams(temperature=0, max_tokens=20)
+    options = {"id_column": "id", "replicas": 1, "batch_size": 5, "dtype": "float32", **CPU}
+    answers = generate(ray.data.from_items(rows), demo_model_path(), params, **options).take_all()
+    assert sorted(answer["id"] for answer in answers) == list(range(len(rows)))
+    for answer in answers:
+        ids = tokenizer(answer["prompt"], return_tensors="pt")
+        with torch.inference_mode():
+            expected = model.generate(**ids, do_sample=False, max_new_tokens=20)[0, ids.input_ids.shape[1] :]
+        assert list(answer["generated_tokens"]) == expected.tolist()
+        assert answer["generated_text"] == tokenizer.decode(expected, skip_special_tokens=True)
 
 
 @pytest.mark.usefixtures("cluster")

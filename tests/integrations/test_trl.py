@@ -20,7 +20,11 @@ from trl import GRPOConfig, GRPOTrainer
 from nanovllm.integrations.trl import Rollouts
 
 GROUP, STEPS, LENGTH = 4, 3, 12
-ENGINE: dict[str, Any] = {"num_kvcache_blocks": 200}
+ENGINE: dict[str, Any] = {"dtype": "float32", "num_kvcache_blocks": 200}
+
+
+def index_reward(completions: list[Any], **others: Any) -> list[float]:
+    return [float(index % 3) for index, _ in enumerate(completions)]
 
 
 class Checked(Rollouts):
@@ -46,7 +50,9 @@ class Checked(Rollouts):
         return {name: output[name] for name in ("prompt_ids", "completion_ids", "logprobs")}
 
 
-def train(rollouts: Rollouts, folder: Path, prompts: list[Any], **arguments: Any) -> GRPOTrainer:
+def train(rollouts: Rollouts | None, folder: Path, prompts: list[Any], **arguments: Any) -> GRPOTrainer:
+    """Three optimizer steps. Rewards depend on the places of completions, which `arguments` may change."""
+    reward = arguments.pop("reward", index_reward)
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
     config = GRPOConfig(
         output_dir=str(folder),
@@ -55,7 +61,7 @@ def train(rollouts: Rollouts, folder: Path, prompts: list[Any], **arguments: Any
         max_completion_length=LENGTH,
         max_steps=STEPS,
         temperature=6.0,  # the demo model is very certain of its answers
-        learning_rate=1e-3,
+        learning_rate=arguments.pop("learning_rate", 1e-3),
         lr_scheduler_type="constant",
         use_cpu=True,
         bf16=False,
@@ -66,7 +72,7 @@ def train(rollouts: Rollouts, folder: Path, prompts: list[Any], **arguments: Any
     )
     trainer = GRPOTrainer(
         model,
-        lambda completions, **others: [float(index % 3) for index, _ in enumerate(completions)],
+        reward,
         config,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=AutoTokenizer.from_pretrained(demo_model_path()),
@@ -93,6 +99,29 @@ def test_completions_are_the_trained_models(conversational: bool, sleep: bool, t
     assert any(entry.get("reward") is not None for entry in trainer.state.log_history)
     assert rollouts.llm is not None and rollouts.llm.is_sleeping() == sleep
     rollouts.llm.close()
+
+
+def test_completions_are_those_of_trls_own_rollouts(tmp_path: Path) -> None:
+    """Both sample the most likely token only. Equal completions have no gradient, so weights stay as they
+    are: Adam would make large steps of rounding errors."""
+    prompts = [f"Spell {word}." for word in ("KEY", "DOOR", "LOCK", "HOUSE", "A", "BIRD")]
+    completions = []
+    for rollouts in (None, Rollouts(**ENGINE)):
+        seen: list[tuple[str, list[int]]] = []
+
+        def reward(
+            prompts: list[str], completion_ids: list[list[int]], seen: Any = seen, **others: Any
+        ) -> list[float]:
+            seen += zip(prompts, completion_ids, strict=True)
+            return index_reward(completion_ids)
+
+        train(rollouts, tmp_path, prompts, top_k=1, learning_rate=0.0, reward=reward)
+        completions.append(seen)
+        if rollouts is not None and rollouts.llm is not None:
+            rollouts.llm.close()
+    theirs, ours = completions
+    assert ours == theirs and len(ours) == STEPS * 2 * GROUP
+    assert len({tuple(ids) for _, ids in ours}) == len(prompts)
 
 
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
