@@ -61,8 +61,10 @@ _INSPECTED_ROWS = 100  # rows of JSON to inspect, for an OpenAI batch or a missi
 
 
 def engine_fields() -> dict[str, Field[Any]]:
-    """The options that are flags. The hub's token is not one: other users can see a command line."""
-    return {field.name: field for field in fields(Config) if field.name not in ("model", "hf_token")}
+    """The options that are flags. The hub's token is not one: other users can see a command line. Nor are
+    routed experts: a job writes none."""
+    others = ("model", "hf_token", "return_routed_experts")
+    return {field.name: field for field in fields(Config) if field.name not in others}
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
