@@ -64,7 +64,7 @@ def test_ranks_share_the_threads(ranks: int, asked: int | None, share: int) -> N
 def test_on_a_gpu_it_does_nothing_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gpu = SimpleNamespace(is_cuda=True, capability=(9, 0))
+    gpu = SimpleNamespace(is_cuda=True, capability=(9, 0), ranks=lambda size, replicas: ["cuda:0"])
     monkeypatch.setattr(startup, "Device", lambda spec: gpu)
     with caplog.at_level(logging.WARNING):
         startup.open_model(Config(demo_model_path(), num_threads=2))

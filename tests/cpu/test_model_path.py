@@ -60,7 +60,9 @@ def test_arguments_of_the_hub_download(tmp_path: Path, monkeypatch: pytest.Monke
         resolve_model_path(tmp_path, Hub("v1"), "tokenizer")
     with pytest.raises(ValueError, match="tokenizer folder '/no/such' does not exist"):
         resolve_model_path("/no/such", kind="tokenizer")
-    with pytest.raises(ValueError, match=r"tokenizer '/aaa.*' cannot be opened: File name too long"):
+    # Before Python 3.14, `Path.exists` raises an error for such a name.
+    refused = r"tokenizer ('/aaa.*' cannot be opened: File name too long|folder '/aaa.*' does not exist)"
+    with pytest.raises(ValueError, match=refused):
         resolve_model_path("/" + "a" * 300, kind="tokenizer")
 
 
