@@ -386,7 +386,7 @@ def llm() -> Iterator[LLM]:
 def test_the_whole_message(mistake: str, llm: LLM, tmp_path: Path) -> None:
     make, message = MISTAKES[mistake]
     if mistake == "a GPU where there is none" and torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("the mistake is to ask for a GPU on a machine without one, and this machine has one")
     folder = write_tiny_model(tmp_path)
     with pytest.raises(Exception) as caught:  # noqa: PT011 (the message is checked)
         make(llm, folder)

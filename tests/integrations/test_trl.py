@@ -51,7 +51,7 @@ class Checked(Rollouts):
 
 
 def train(rollouts: Rollouts | None, folder: Path, prompts: list[Any], **arguments: Any) -> GRPOTrainer:
-    """Three optimizer steps. Rewards depend on the places of completions, which `arguments` may change."""
+    """Three optimizer steps. arguments: of GRPOConfig, and another `reward` or `learning_rate`."""
     reward = arguments.pop("reward", index_reward)
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
     config = GRPOConfig(
