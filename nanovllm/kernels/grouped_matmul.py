@@ -1,8 +1,9 @@
 """The products of rows with the weights of their experts: gated MLPs whose results a row sums by its weights.
 
 Two products over tiles of pairs (`kernels/routing.py`), and a sum over the experts of a row. Weights are read
-through tensor descriptors; those of 4 bits are unpacked in registers. As in `kernels/matmul.py`, every tile
-sums K in the same order, so the bits of a row do not depend on other rows. Owns no weight.
+through tensor descriptors; those of 4 bits are unpacked in registers, or before, for many rows. As in
+`kernels/matmul.py`, every tile sums K in the same order, so the bits of a row do not depend on other rows.
+Owns no weight.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from nanovllm.kernels.compat import (
 from nanovllm.kernels.cpu.int_layout import IntExperts
 from nanovllm.kernels.expert_tiles import PLAIN_MLP, Chosen, ExpertMLP, ExpertTiles
 from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Experts
-from nanovllm.kernels.int4_values import first_scale, tile_values, waited
+from nanovllm.kernels.int4_values import dequantise_experts, first_scale, tile_values, waited
 from nanovllm.kernels.paged import dot
 
 
@@ -261,7 +262,7 @@ def _descriptor(x: torch.Tensor, block: list[int]) -> Any:
 
 def _weight_descriptor(weight: torch.Tensor | Int4Experts, tile: ExpertTile) -> Any:
     if isinstance(weight, Int4Experts):
-        assert tile.swap and tile.k == BLOCK
+        assert tile.k == BLOCK
         return _descriptor(weight.words.view(-1, SUB), [tile.columns, SUB])
     return _descriptor(weight.view(-1, weight.shape[2]), [tile.columns, tile.k])
 
@@ -280,9 +281,11 @@ def grouped_triton(
     """Each pair's product of its row with its expert's weight, [T * top_k, N], and the bias.
 
     x: [T, K] if `gather`, else [T * top_k, K] in the order of places. weight: [E, N, K]; if `is_gated`,
-    [E, 2N, K], and the result is act(gate) * up; of 4 bits, with tiles of `choose_int4_experts`. scatter: the
-    result is in the order of pairs, else of places.
+    [E, 2N, K], and the result is act(gate) * up. Weights of 4 bits are unpacked in registers if the tile
+    swaps, else dequantised first. scatter: the result is in the order of pairs, else of places.
     """
+    if isinstance(weight, Int4Experts) and not tile.swap:
+        weight = dequantise_experts(weight)
     n, k = weight.shape[1] // 2 if is_gated else weight.shape[1], weight.shape[2]
     pairs, top_k = len(tiles.order), tiles.chosen.ids.shape[1]
     packed = weight if isinstance(weight, Int4Experts) else None

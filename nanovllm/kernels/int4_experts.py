@@ -12,29 +12,30 @@ import torch
 from nanovllm.kernels.activation import gated
 from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, shared_memory, tl
 from nanovllm.kernels.expert_tiles import Chosen
-from nanovllm.kernels.grouped_matmul import ExpertChoice, ExpertTile, experts_reference
+from nanovllm.kernels.grouped_matmul import ExpertChoice, ExpertTile, choose_experts, experts_reference
 from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Experts
 from nanovllm.kernels.int4_values import code_values, first_scale
 
-# For weights of 4 bits; not measured yet: those of as many rows in `kernels/int4_matmul.py`.
+# By the pairs of an expert, as in `kernels/grouped_matmul.py`, from an H200 and the shapes of gpt-oss-20b and
+# 30B-A3B (`tools/bench_int4_experts.py`): within 3 % of the fastest. For more pairs, weights are dequantised.
 _INT4_CHOICES: tuple[tuple[float, ExpertChoice], ...] = (
-    (9, ExpertChoice(16, ExpertTile(64, 128, 4, swap=True), ExpertTile(64, 128, 4, swap=True))),
-    (24, ExpertChoice(32, ExpertTile(64, 128, 4, swap=True), ExpertTile(64, 128, 5, swap=True))),
-    (96, ExpertChoice(64, ExpertTile(64, 128, 3, swap=True), ExpertTile(64, 128, 3, swap=True))),
-    (float("inf"), ExpertChoice(128, ExpertTile(64, 128, 3, swap=True), ExpertTile(64, 128, 3, swap=True))),
+    (9, ExpertChoice(16, ExpertTile(128, 128, 4, swap=True), ExpertTile(128, 128, 3, swap=True))),
+    (40, ExpertChoice(32, ExpertTile(128, 128, 3, swap=True), ExpertTile(128, 128, 3, swap=True))),
+    (450, ExpertChoice(64, ExpertTile(128, 128, 3, swap=True), ExpertTile(128, 128, 3, swap=True))),
 )
 
 
 @lru_cache(maxsize=4096)
 def choose_int4_experts(num_pairs: int, num_experts: int, device: torch.device) -> ExpertChoice:
     """As `choose_experts`, for weights of 4 bits."""
-    rows, gate_up, down = next(choice for most, choice in _INT4_CHOICES if num_pairs <= most * num_experts)
-    return ExpertChoice(
-        rows, _fitted_int4(gate_up, rows, True, device), _fitted_int4(down, rows, False, device)
-    )
+    for most, (rows, gate_up, down) in _INT4_CHOICES:
+        if num_pairs <= most * num_experts:
+            tiles = fitted_int4(gate_up, rows, True, device), fitted_int4(down, rows, False, device)
+            return ExpertChoice(rows, *tiles)
+    return choose_experts(num_pairs, num_experts, torch.bfloat16, device)
 
 
-def _fitted_int4(tile: ExpertTile, rows: int, is_gated: bool, device: torch.device) -> ExpertTile:
+def fitted_int4(tile: ExpertTile, rows: int, is_gated: bool, device: torch.device) -> ExpertTile:
     """The tile with as many stages as fit into the device's shared memory."""
     stage = 2 * rows * BLOCK + (2 * SUB + 4) * tile.columns * (2 if is_gated else 1)
     return tile._replace(stages=max(1, min(tile.stages, (shared_memory(device) - 2048) // stage)))

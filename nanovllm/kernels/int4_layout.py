@@ -16,6 +16,9 @@ from nanovllm.kernels.mxfp4 import BYTES, SCALE_BIAS, VALUES
 SUB = 32  # columns of the weight in a tile that one code of each word gives
 BLOCK = 4 * SUB  # columns of the weight in a block of words
 MXFP4 = 0  # in place of the columns of a group
+SIGN_BITS, SIZE_BITS = (15, 12, 13, 14), (6, 3, 0, 9)  # of MXFP4: few instructions make bfloat16 of them
+OCTET_BIAS = 253  # 127, and the 126 by which the exponent of a code's bits in bfloat16 is too small
+MAX_MXFP4_SCALE = 128  # a scale's byte in a file; larger ones have no bfloat16 with that bias
 _BASE = {torch.bfloat16: 128, torch.float16: 1024}  # a float to whose last bits a code is added
 
 
@@ -23,8 +26,9 @@ class Int4Weight(NamedTuple):
     """A weight [n, k]. Column c of a block b of BLOCK columns is code c // SUB (4 bits, lowest first) of
     words[b, :, c % SUB]. Past k, scales are 0.
 
-    With the group MXFP4, codes are values of E2M1, and a scale is a word of four bytes (E8M0, the lowest
-    first), of the 32 columns that one code of each word gives. Byte 0 means 0.
+    With the group MXFP4, codes are values of E2M1, whose bits a word holds at `SIGN_BITS` and `SIZE_BITS`.
+    A scale is a word of four bytes, the lowest first, of the 32 columns that one code of each word gives: a
+    byte b means 2 ** (b - OCTET_BIAS), and 0 means 0.
     """
 
     words: torch.Tensor  # [ceil(k / BLOCK), n, SUB] int16
@@ -128,17 +132,38 @@ def dequantise_reference(words: torch.Tensor, weight: Int4Weight, dtype: torch.d
     return values.T.to(dtype).contiguous()
 
 
+def check_mxfp4_scales(scales: torch.Tensor) -> None:
+    """ValueError for a scale, uint8 as in files, that this layout cannot hold."""
+    if (largest := int(scales.max()) if scales.numel() else 0) > MAX_MXFP4_SCALE:
+        raise ValueError(
+            f"a scale is {largest}, 2 ** {largest - SCALE_BIAS}; kept in 4 bits they are at most "
+            f"{MAX_MXFP4_SCALE}, 2 ** {MAX_MXFP4_SCALE - SCALE_BIAS}; dtype='float32' dequantises all experts"
+        )
+
+
 def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """blocks [n, k / 32, 16] and scales [n, k / 32] uint8, as in files -> words and scales of Int4Weight."""
+    """blocks [n, k / 32, 16] and scales [n, k / 32] uint8, as in files -> words and scales of Int4Weight.
+
+    For scales that `check_mxfp4_scales` passes.
+    """
     n, groups = scales.shape
+    missing = -groups % (BLOCK // SUB)
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(n, groups * 2 * BYTES)
-    padded = torch.nn.functional.pad(scales, (0, -groups % (BLOCK // SUB)))
-    return pack_codes(codes), padded.contiguous().view(torch.int32).T.contiguous()
+    parts = torch.nn.functional.pad(codes, (0, missing * SUB)).view(n, -1, BLOCK // SUB, SUB).int().unbind(2)
+    words = torch.zeros_like(parts[0])
+    for code, sign, size in zip(parts, SIGN_BITS, SIZE_BITS, strict=True):
+        words |= (code >> 3) << sign | (code & 7) << size
+    words = words.to(torch.int16).transpose(0, 1).contiguous()
+    octets = torch.where(scales == 0, 0, scales + (OCTET_BIAS - SCALE_BIAS))
+    return words, torch.nn.functional.pad(octets, (0, missing)).contiguous().view(torch.int32).T.contiguous()
 
 
 def _dequantise_mxfp4(words: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     table = torch.tensor(VALUES, device=words.device)
+    wide = words.transpose(0, 1).int()  # [n, blocks, SUB]
+    bits = zip(SIGN_BITS, SIZE_BITS, strict=True)
+    codes = torch.stack([(wide >> sign & 1) << 3 | wide >> size & 7 for sign, size in bits], dim=2)
     octets = weight.scales.contiguous().unsqueeze(-1).view(torch.uint8).transpose(0, 1).flatten(1).float()
-    scales = torch.where(octets == 0, 0.0, torch.exp2(octets - SCALE_BIAS))
-    values = table[unpack_codes(words, weight.k).int()]
+    scales = torch.where(octets == 0, 0.0, torch.exp2(octets - OCTET_BIAS))
+    values = table[codes.flatten(1)[:, : weight.k]]
     return (values * scales.repeat_interleave(SUB, 1)[:, : weight.k]).to(dtype)

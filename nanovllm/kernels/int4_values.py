@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.compat import HAS_TRITON, INTERPRETED, await_inputs, by_device, jit, pdl_options, tl
-from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Weight, dequantise_reference
+from nanovllm.kernels.int4_layout import (
+    BLOCK,
+    SIGN_BITS,
+    SIZE_BITS,
+    SUB,
+    Int4Experts,
+    Int4Weight,
+    dequantise_reference,
+)
 
 
 def _text(asm: str) -> Any:
@@ -35,23 +43,28 @@ _BF16_MUL = _text("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0,
 _F16_MUL = _text("mul.rn.f16x2 $0, $1, $2;")
 
 
-def _asm_e2m1(sign: str, size: str) -> Any:
-    """Two values of E2M1 as bfloat16, exactly. Their bits become the sign, and the last bits of the exponent
-    and the first of the fraction; the result is too small by 2 ** 126. sign, size: how they are shifted."""
+def _asm_mxfp4(place: int) -> Any:
+    """Two values of MXFP4 as bfloat16. The bits of a code ($1) become the sign, and the last bits of the
+    exponent and the first of the fraction; byte `place` of the words of scales ($2, $3: the same) becomes
+    the exponent of the factor."""
+    sign, size = 15 - SIGN_BITS[place], 6 - SIZE_BITS[place]  # how far bits move to the left
+    code = f"shl.b32 code, $1, {size};" if size >= 0 else f"shr.b32 code, $1, {-size};"
+    if sign == size:
+        code += "and.b32 code, code, 0x81C081C0;"
+    else:
+        code += f"shl.b32 sign, $1, {sign}; and.b32 sign, sign, 0x80008000;"
+        code += "lop3.b32 code, code, 0x01C001C0, sign, 0xEA;"
     return _text(f"""{{
-        .reg .b32 sign, size, factor, zero;
-        {sign[:3]}.b32 sign, $1, {sign[3:]};
-        {size[:3]}.b32 size, $1, {size[3:]};
-        and.b32 sign, sign, 0x80008000;
-        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
-        mov.b32 factor, 0x7E807E80;
+        .reg .b32 code, sign, scale, zero;
+        {code}
+        prmt.b32 scale, $2, 0, {place << 12 | place << 4 | 0x404:#x};
+        shr.b32 scale, scale, 1;
         mov.b32 zero, 0x80008000;
-        fma.rn.bf16x2 $0, size, factor, zero;
+        fma.rn.bf16x2 $0, code, scale, zero;
     }}""")
 
 
-_E2M1_0, _E2M1_1 = _asm_e2m1("shl12", "shl6"), _asm_e2m1("shl8", "shl2")
-_E2M1_2, _E2M1_3 = _asm_e2m1("shl4", "shr2"), _asm_e2m1("shl0", "shr6")
+_MXFP4_0, _MXFP4_1, _MXFP4_2, _MXFP4_3 = (_asm_mxfp4(place) for place in range(4))
 
 
 @jit()
@@ -83,35 +96,36 @@ def _values(words: tl.tensor, zero: tl.tensor, J: tl.constexpr, DTYPE: tl.conste
 
 
 @jit()
-def _e2m1_values(words: tl.tensor, J: tl.constexpr) -> tl.tensor:
-    """Codes J of int16 `words` [n, SUB] as values of E2M1 in bfloat16."""
+def _mxfp4_values(words: tl.tensor, octets: tl.tensor, J: tl.constexpr) -> tl.tensor:
+    """Codes J of int16 `words` [..., SUB] times their scales, bytes J of `octets` [...], in bfloat16."""
+    octets = tl.broadcast_to(tl.expand_dims(octets, -1), words.shape)
     if INTERPRETED:
-        code = (words.to(tl.int32) >> (4 * J)) & 15
-        fraction = (code & 1).to(tl.float32) * 0.5
-        exponent = (code >> 1) & 3
+        bits = words.to(tl.int32)
+        sign: tl.constexpr = 12 if J == 1 else (15 if J == 0 else 11 + J)  # as SIGN_BITS and SIZE_BITS
+        start: tl.constexpr = 9 if J == 3 else 6 - 3 * J
+        fraction = ((bits >> start) & 1).to(tl.float32) * 0.5
+        exponent = (bits >> (start + 1)) & 3
         size = tl.where(exponent == 0, fraction, (1.0 + fraction) * tl.exp2((exponent - 1).to(tl.float32)))
-        values = tl.where(code > 7, -size, size).to(tl.bfloat16)
+        octet = (octets >> (8 * J)) & 255
+        size = tl.where(octet == 0, 0.0, size * tl.exp2((octet - 253).to(tl.float32)))
+        values = tl.where((bits >> sign) & 1 == 1, -size, size).to(tl.bfloat16)
     elif J == 0:
-        values = _one(_E2M1_0, words)
+        values = _two_of_mxfp4(_MXFP4_0, words, octets)
     elif J == 1:
-        values = _one(_E2M1_1, words)
+        values = _two_of_mxfp4(_MXFP4_1, words, octets)
     elif J == 2:
-        values = _one(_E2M1_2, words)
+        values = _two_of_mxfp4(_MXFP4_2, words, octets)
     else:
-        values = _one(_E2M1_3, words)
+        values = _two_of_mxfp4(_MXFP4_3, words, octets)
     return values
 
 
 @jit()
-def _one(ASM: tl.constexpr, words: tl.tensor) -> tl.tensor:
-    """The instructions ASM on two neighbours at once, which share a register, as bfloat16."""
-    return tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-
-
-@jit()
-def _power(octets: tl.tensor, J: tl.constexpr) -> tl.tensor:
-    """Byte J of words: a scale of E8M0, as bfloat16, which has the same exponents."""
-    return (((octets >> (8 * J)) & 255) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+def _two_of_mxfp4(ASM: tl.constexpr, words: tl.tensor, octets: tl.tensor) -> tl.tensor:
+    """The instructions ASM on two neighbours at once, which share a register and a scale."""
+    return tl.inline_asm_elementwise(
+        ASM, "=r,r,r,r", [words, octets], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @jit()
@@ -151,7 +165,7 @@ def code_values(
 ) -> tl.tensor:
     """The values of codes J of `words` [..., SUB], whose words of scales are `pair` [...]."""
     if GROUP == 0:  # MXFP4
-        values = _scaled(_e2m1_values(words, J), _power(pair, J), DTYPE)
+        values = _mxfp4_values(words, pair, J)
     else:
         values = _scaled(_values(words, _zero_of(pair, DTYPE), J, DTYPE), _scale_of(pair, DTYPE), DTYPE)
     return values
@@ -220,6 +234,7 @@ def _dequantise_kernel(
     out_ptr: tl.tensor,
     N: int,
     K: int,
+    groups: int,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -227,37 +242,53 @@ def _dequantise_kernel(
     BLOCK: tl.constexpr = BLOCK,
     SUB: tl.constexpr = SUB,
 ) -> None:
-    """One program per ROWS rows of the weight and BLOCK columns."""
+    """One program per ROWS rows and BLOCK columns of each weight. groups: the rows of its scales."""
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SUB)
-    block = tl.program_id(1)
+    block, weight = tl.program_id(1), tl.program_id(2).to(tl.int64)
     exists = (rows < N)[:, None]
-    word_ptrs = words_ptr + (block * N + rows).to(tl.int64)[:, None] * SUB + columns[None, :]
+    word_ptrs = (
+        words_ptr + ((weight * tl.num_programs(1) + block) * N + rows)[:, None] * SUB + columns[None, :]
+    )
     words = tl.load(word_ptrs, mask=exists, other=0)
     await_inputs(USE_PDL)
-    pairs = scales_ptr + rows
+    pairs = scales_ptr + weight * groups * N + rows
     pair = tl.load(pairs + first_scale(block, GROUP, BLOCK) * N, mask=rows < N, other=0)
     values = tile_values(words, pair, pairs, block, N, GROUP, DTYPE, BLOCK, SUB, rows < N)
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
+    out_ptrs = out_ptr + (weight * N + rows)[:, None] * K + columns[None, :]
     tl.store(out_ptrs, values, mask=exists & (columns < K)[None, :])
 
 
-def dequantise_triton(words: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
-    """`dequantise` with Triton."""
-    out = torch.empty(weight.n, weight.k, dtype=dtype, device=words.device)
-    _dequantise_kernel[(-(-weight.n // 64), len(words))](
+def _dequantised(words: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, group: int) -> torch.Tensor:
+    """Fill out [E, n, k]. words: [E, blocks, n, SUB], scales: [E, groups, n]."""
+    num, n, k = out.shape
+    _dequantise_kernel[(-(-n // 64), words.shape[1], num)](
         words,
-        weight.scales,
+        scales,
         out,
-        weight.n,
-        weight.k,
-        GROUP=weight.group,
+        n,
+        k,
+        scales.shape[1],
+        GROUP=group,
         ROWS=64,
-        DTYPE=triton_dtype(dtype),
+        DTYPE=triton_dtype(out.dtype),
         num_warps=4,
         **pdl_options(words),
     )
     return out
+
+
+def dequantise_triton(words: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
+    """`dequantise` with Triton."""
+    out = torch.empty(1, weight.n, weight.k, dtype=dtype, device=words.device)
+    return _dequantised(words[None], weight.scales[None], out, weight.group)[0]
+
+
+def dequantise_experts(experts: Int4Experts) -> torch.Tensor:
+    """The weights of all experts, [E, n, k], with Triton."""
+    words = experts.words
+    out = torch.empty(experts.shape, dtype=experts.dtype, device=words.device)
+    return _dequantised(words, experts.scales, out, experts.group)
 
 
 dequantise = by_device(dequantise_triton, dequantise_reference)

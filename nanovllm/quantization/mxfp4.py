@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.int4_layout import MXFP4, pack_mxfp4
+from nanovllm.kernels.int4_layout import MXFP4, check_mxfp4_scales, pack_mxfp4
 from nanovllm.kernels.mxfp4 import BYTES, GROUP, SCALE_NAN, dequantise_mxfp4
 from nanovllm.quantization.base import ExpertsMethod, ExpertWeights, WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.experts import UnquantizedExpertsMethod
@@ -87,8 +87,11 @@ class Mxfp4ExpertsMethod(PackedExpertsMethod):
         own = slice(weight.start, weight.start + weight.length)
         groups = slice(own.start // GROUP, -(-own.stop // GROUP))  # ranks may share one
         read = source[own] if weight.dim == 0 else source[:, groups]
-        if shard.param == "scales" and (read == SCALE_NAN).any():
-            raise ValueError(f"a scale is {SCALE_NAN}, which means NaN")
+        if shard.param == "scales":
+            if (read == SCALE_NAN).any():
+                raise ValueError(f"a scale is {SCALE_NAN}, which means NaN")
+            if self.dense is None:
+                check_mxfp4_scales(read)
         waiting = self._waiting.setdefault(shard.module, {})
         waiting[shard.param] = torch.empty_like(read, device=self._options.device).copy_(read)
         if len(waiting) < 2:

@@ -25,7 +25,7 @@ from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.expert_tiles import PLAIN_MLP
 from nanovllm.kernels.grouped_matmul import ExpertChoice, ExpertTile
 from nanovllm.kernels.int4_experts import choose_int4_experts
-from nanovllm.kernels.int4_layout import MXFP4
+from nanovllm.kernels.int4_layout import MXFP4, check_mxfp4_scales
 from nanovllm.kernels.routing import Routing
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights, init_dummy_weights, weight_bytes
@@ -346,11 +346,20 @@ def test_bits_are_those_of_the_dequantised_weights(group: int, dtype: torch.dtyp
 
 
 def test_which_tiles_are_chosen() -> None:
-    """Tiles of few rows for few pairs; all transposed, in blocks of the layout."""
+    """Tiles of few rows for few pairs, all transposed, in blocks of the layout; for many pairs weights are
+    dequantised first."""
     rows = []
-    for pairs in (1, 9, 10, 24, 96, 97, 10_000):
+    for pairs in (1, 9, 10, 40, 41, 450):
         choice = choose_int4_experts(pairs * 128, 128, torch.device("cpu"))
         rows.append(choice.rows)
         for tile in (choice.gate_up, choice.down):
             assert tile.swap and tile.k == 128 and tile.columns % 64 == 0 and tile.stages >= 2
-    assert rows == [16, 16, 32, 32, 64, 128, 128]
+    assert rows == [16, 16, 32, 32, 64, 64]
+    many = choose_int4_experts(451 * 128, 128, torch.device("cpu"))
+    assert not many.gate_up.swap and not many.down.swap
+
+
+def test_scales_of_mxfp4_that_the_layout_cannot_hold() -> None:
+    check_mxfp4_scales(torch.tensor([[0, 1, 128]], dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"a scale is 129, 2 \*\* 2; .* at most 128, .* dtype='float32'"):
+        check_mxfp4_scales(torch.tensor([[0, 129]], dtype=torch.uint8))
