@@ -261,7 +261,7 @@ def tiles(times: Times) -> None:
             if times.late():
                 print("  time is up")
                 return
-            if tile.rows >= 2 * max(rows, 64) or (rows > 512 and tile.rows * tile.columns < 2**13):
+            if tile.height >= 2 * max(rows, 64) or (rows > 512 and tile.rows * tile.columns < 2**13):
                 continue
             fit = fitted_fp8(tile, GPU)
             calls = [partial(fp8_linear_triton, x, w, tile=fit) for w in weights]
@@ -278,7 +278,8 @@ def tiles(times: Times) -> None:
 
 def _named(seconds: float, tile: Any, kind: str) -> str:
     flags = f"{' swap' if tile.swap else ''}{' persistent' if tile.persistent else ''}"
-    shape = f"{tile.rows}x{tile.columns}x{tile.k}/{tile.stages}/{tile.warps}w{flags}"
+    rows = f"{tile.rows}+{tile.more}" if tile.more else f"{tile.rows}"
+    shape = f"{rows}x{tile.columns}x{tile.k}/{tile.stages}/{tile.warps}w{flags}"
     return f"{shape} {kind} {1e6 * seconds:.1f} us"
 
 

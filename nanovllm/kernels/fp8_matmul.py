@@ -29,15 +29,19 @@ from nanovllm.kernels.compat import (
 from nanovllm.kernels.fp8 import GROUP, Fp8Rows, expanded
 from nanovllm.kernels.matmul import Tile, descriptor
 
-# Costs as in `kernels/matmul.py`, from an H100 (`tools/bench_fp8.py`).
+# Costs as in `kernels/matmul.py`, fitted to an H200 and the four products of a layer of Qwen3-8B, with 4 to
+# 512 rows (`tools/bench_fp8.py`): together they take 3 % longer than with the best of 23 tiles for each.
 TILES = (
-    Tile(128, 256, 128, 4, cost=2.0, warps=8, persistent=True),
+    Tile(128, 256, 128, 4, cost=1.6, warps=8, persistent=True),
     Tile(128, 128, 128, 6, cost=1.12),
-    Tile(128, 64, 128, 6, cost=0.8),
-    Tile(64, 128, 128, 6, cost=0.79),
-    Tile(64, 64, 256, 4, cost=0.5, swap=True),
-    Tile(64, 32, 256, 5, cost=0.36),
-    Tile(32, 64, 512, 4, cost=0.46, swap=True),
+    Tile(128, 64, 128, 8, cost=0.68, swap=True),
+    Tile(64, 64, 256, 6, cost=0.63),
+    Tile(64, 64, 128, 4, cost=1.8, fit=3),
+    Tile(32, 64, 512, 4, cost=0.64, swap=True),
+    Tile(64, 64, 256, 5, cost=0.63, swap=True, more=32),
+    Tile(128, 64, 128, 7, cost=1.05, swap=True, more=32),
+    Tile(128, 256, 128, 4, cost=2.24, warps=8, swap=True, more=32),
+    Tile(128, 128, 128, 5, cost=1.21, swap=True, more=64),
 )
 # For scales of blocks: a step is one block, and two sums must fit into the registers.
 BLOCK_TILES = (
@@ -81,9 +85,41 @@ def fp8_dot(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
     return tl.dot(a, b, total)
 
 
+@jit()
+def _store(
+    total: tl.tensor,
+    x_scales_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    row: tl.tensor,
+    first_row: tl.tensor,
+    num_rows: tl.tensor,
+    column: tl.tensor,
+    N: tl.tensor,
+    GROUP: tl.constexpr,
+) -> None:
+    """Write total [rows, columns] as rows of the output from `row` on, those from `first_row` on."""
+    rows = row + tl.arange(0, total.shape[0])
+    columns = column + tl.arange(0, total.shape[1])
+    if GROUP is None:
+        row_scales = tl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)
+        column_scales = tl.load(scales_ptr + columns, mask=columns < N, other=0.0)
+        total = total * row_scales[:, None] * column_scales[None, :]
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    cells = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    live = ((rows >= first_row) & (rows < num_rows))[:, None] & (columns < N)[None, :]
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + cells, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=live)
+
+
 @jit("num_rows")
 def _fp8_linear_kernel(
     x: tl.tensor,
+    more_x: tl.tensor,
     x_scales_ptr: tl.tensor,
     weight: tl.tensor,
     scales_ptr: tl.tensor,
@@ -94,6 +130,7 @@ def _fp8_linear_kernel(
     N: int,
     K: int,
     ROWS: tl.constexpr,
+    MORE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
@@ -105,18 +142,19 @@ def _fp8_linear_kernel(
 ) -> None:
     """Computes tiles of the product in turn: bands of rows; within a band rows first, then columns.
 
-    x and weight are tensor descriptors, which read 0 past the end. With GROUP, scales are of groups of so
-    many columns, and a step is one group.
+    x, more_x and weight are tensor descriptors, which read 0 past the end; more_x is of the same rows, with
+    blocks of MORE. With GROUP, scales are of groups of so many columns, and a step is one group.
     """
     await_inputs(USE_PDL)
+    HEIGHT: tl.constexpr = ROWS + MORE
     column_tiles = tl.cdiv(N, COLUMNS)
-    tiles = tl.cdiv(num_rows, ROWS) * column_tiles
+    tiles = tl.cdiv(num_rows, HEIGHT) * column_tiles
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
         band = tile // (BAND * column_tiles) * BAND
-        height = tl.minimum(tl.cdiv(num_rows, ROWS) - band, BAND)
+        height = tl.minimum(tl.cdiv(num_rows, HEIGHT) - band, BAND)
         within = tile % (BAND * column_tiles)
-        first_row = (band + within % height) * ROWS
-        row = tl.maximum(tl.minimum(first_row, num_rows - ROWS), 0)  # TMA is slower past the last row
+        first_row = (band + within % height) * HEIGHT
+        row = tl.maximum(tl.minimum(first_row, num_rows - HEIGHT), 0)  # TMA is slower past the last row
         column = within // height * COLUMNS
         rows = row + tl.arange(0, ROWS)
         columns = column + tl.arange(0, COLUMNS)
@@ -124,6 +162,8 @@ def _fp8_linear_kernel(
             total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
         else:
             total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        if MORE:
+            more_total = tl.zeros((COLUMNS, MORE), dtype=tl.float32)
         groups = tl.cdiv(K, BLOCK_K)
         if GROUP is not None:  # scales are loaded one step ahead, so that no step waits for them
             left_ptrs = x_scales_ptr + rows
@@ -139,6 +179,8 @@ def _fp8_linear_kernel(
             b = weight.load([column, k])
             if GROUP is None:
                 total = fp8_dot(b, a.T, total) if SWAP else fp8_dot(a, b.T, total)
+                if MORE:
+                    more_total = fp8_dot(b, more_x.load([row + ROWS, k]).T, more_total)
             else:
                 group = tl.minimum(k // BLOCK_K + 1, groups - 1)
                 next_ptrs = left_ptrs + group.to(tl.int64) * num_rows
@@ -164,17 +206,37 @@ def _fp8_linear_kernel(
                 right = next_right
         if SWAP:
             total = total.T
-        if GROUP is None:
-            row_scales = tl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)
-            column_scales = tl.load(scales_ptr + columns, mask=columns < N, other=0.0)
-            total = total * row_scales[:, None] * column_scales[None, :]
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-        cells = rows.to(tl.int64)[:, None] * N + columns[None, :]
-        live = ((rows >= first_row) & (rows < num_rows))[:, None] & (columns < N)[None, :]
-        if residual_ptr is not None:
-            total += tl.load(residual_ptr + cells, mask=live, other=0.0).to(tl.float32)
-        tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=live)
+        _store(
+            total,
+            x_scales_ptr,
+            scales_ptr,
+            bias_ptr,
+            residual_ptr,
+            out_ptr,
+            row,
+            first_row,
+            num_rows,
+            column,
+            N,
+            GROUP,
+        )
+        if MORE:
+            total = more_total.T
+            row += ROWS
+            _store(
+                total,
+                x_scales_ptr,
+                scales_ptr,
+                bias_ptr,
+                residual_ptr,
+                out_ptr,
+                row,
+                first_row,
+                num_rows,
+                column,
+                N,
+                GROUP,
+            )
 
 
 @lru_cache(maxsize=4096)
@@ -184,17 +246,17 @@ def choose_fp8_tile(num_rows: int, n: int, device: torch.device, group: int | No
         return _PLAIN if group is None else _PLAIN._replace(k=group)
 
     def time(tile: Tile) -> float:
-        tiles = -(-num_rows // tile.rows) * -(-n // tile.columns)
+        tiles = -(-num_rows // tile.height) * -(-n // tile.columns)
         return tile.cost * -(-tiles // (tile.fit * multiprocessors(device)))
 
     known = TILES if group is None else BLOCK_TILES
-    tiles = [fitted_fp8(tile, device) for tile in known if tile.rows < 2 * max(num_rows, 32)]
+    tiles = [fitted_fp8(tile, device) for tile in known if tile.height < 2 * max(num_rows, 32)]
     return min((tile for tile in tiles if tile.stages > 2 or not tile.persistent), key=time)
 
 
 def fitted_fp8(tile: Tile, device: torch.device) -> Tile:
     """The tile with as many stages as fit into the device's shared memory."""
-    stage = (tile.rows + tile.columns) * tile.k
+    stage = (tile.height + tile.columns) * tile.k
     rest = shared_memory(device) - 2048 - (tile.rows * tile.columns if tile.persistent else 0)
     return tile._replace(stages=max(1, min(tile.stages, rest // stage)))
 
@@ -217,9 +279,10 @@ def fp8_linear_triton(
     if num_rows == 0:
         return out
     tile = tile or choose_fp8_tile(num_rows, n, rows.device, group)
-    programs = -(-num_rows // tile.rows) * -(-n // tile.columns)
+    programs = -(-num_rows // tile.height) * -(-n // tile.columns)
     _fp8_linear_kernel[(min(programs, multiprocessors(rows.device)) if tile.persistent else programs,)](
         descriptor(rows, [tile.rows, tile.k]),
+        descriptor(rows, [tile.more, tile.k]) if tile.more else None,
         scales,
         descriptor(weight.codes, [tile.columns, tile.k]),
         weight.scales,
@@ -230,6 +293,7 @@ def fp8_linear_triton(
         n,
         k,
         ROWS=tile.rows,
+        MORE=tile.more,
         COLUMNS=tile.columns,
         BLOCK_K=tile.k,
         SWAP=tile.swap,

@@ -41,6 +41,11 @@ class Tile(NamedTuple):
     warps: int = 4
     swap: bool = False  # compute the transposed product: the tensor core's rows must be at least 64
     persistent: bool = False  # one program per multiprocessor computes many tiles and loads ahead
+    more: int = 0  # further rows, for which the weight is not read again; of FP8 products that swap
+
+    @property
+    def height(self) -> int:
+        return self.rows + self.more
 
 
 # With these costs `choose_tile` picks the fastest tile on an H200, or one within 5 %, for most products of
