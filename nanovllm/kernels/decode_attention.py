@@ -40,8 +40,9 @@ from nanovllm.kernels.paged import (
 CHUNK = 512  # positions per partial result
 SHARED_CHUNK = 256  # the same for shared prefixes: one block of the default size
 LONG_PREFIX = 2048  # not measured: from this length on CHUNK loses little, and halves the partial results
-# Chunks for batches of up to this many sequences, which chunks of 512 would not spread over the device:
-_SMALL_BATCHES = {FEW_ROWS: 128, 8: 256}
+# Chunks for small batches, which chunks of 512 would not spread over the device: of up to FEW_ROWS sequences,
+# and of up to so many programs.
+_FEW_CHUNK, _SMALL_CHUNK, _SMALL_PROGRAMS = 128, 256, 64
 _FP8_CHUNK = 2048  # with an FP8 cache and enough programs to fill the device many times
 _FULL_PROGRAMS = 1600  # the number of programs that is enough, each with a single warp
 _MERGED_HEADS = 4  # in a large batch: with one head, most of 4,096 programs would have nothing to merge
@@ -68,7 +69,8 @@ def _chunk(sequences: int, heads: Heads, invariant: bool, max_context_len: int) 
     if invariant:
         return CHUNK
     tiles = heads.kv_heads * -(-heads.group // _HEAD_TILE)
-    chunk = next((size for most, size in _SMALL_BATCHES.items() if sequences <= most), CHUNK)
+    chunk = _SMALL_CHUNK if sequences * tiles <= _SMALL_PROGRAMS else CHUNK
+    chunk = _FEW_CHUNK if sequences <= FEW_ROWS else chunk
     if heads.step == 2 and heads.dim <= 128 and sequences * tiles >= _FULL_PROGRAMS:
         chunk = _FP8_CHUNK
     return max(chunk, least_chunk(heads.q_heads, heads.head_dim, max_context_len, sequences))
@@ -88,7 +90,7 @@ def _tiles(heads: Heads, cell_size: int, chunk: int, programs: int, plain: bool,
     if single:
         block_n = min(chunk, 2 * block_n)
     # With an FP8 cache the warps of a program wait for each other more than for memory, so use one warp.
-    if heads.step == 1 or heads.dim > 128 or not plain or chunk == _SMALL_BATCHES[FEW_ROWS]:
+    if heads.step == 1 or heads.dim > 128 or not plain or chunk == _FEW_CHUNK:
         return _Tiles(block_n, 4, 3)
     if programs >= _MANY_PROGRAMS:
         return _Tiles(max(16, block_n // 4), 1, 4)
@@ -294,7 +296,7 @@ def paged_decode_attention_triton(
     assert block_tables.stride(1) == 1 and (shared is None or window is None)
     longest = max_context_len if window is None else min(max_context_len, window)
     chunk = _chunk(sequences, heads, invariant, longest) if shared is None else shared.chunk
-    large, few = chunk >= CHUNK or shared is not None, chunk == _SMALL_BATCHES[FEW_ROWS]
+    large, few = chunk >= CHUNK or shared is not None, chunk == _FEW_CHUNK
     single = few and sequences == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY
     tiles = heads.kv_heads * -(-heads.group // _HEAD_TILE)
     size = heads, cache.k.element_size(), chunk
