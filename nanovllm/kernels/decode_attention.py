@@ -42,7 +42,7 @@ SHARED_CHUNK = 256  # the same for shared prefixes: one block of the default siz
 LONG_PREFIX = 2048  # not measured: from this length on CHUNK loses little, and halves the partial results
 # Chunks for small batches, which chunks of 512 would not spread over the device: of up to FEW_ROWS sequences,
 # and of up to so many programs.
-_FEW_CHUNK, _SMALL_CHUNK, _SMALL_PROGRAMS = 128, 256, 64
+_FEW_CHUNK, _SMALL_CHUNK, _SMALL_PROGRAMS = 128, 256, 128
 _FP8_CHUNK = 2048  # with an FP8 cache and enough programs to fill the device many times
 _FULL_PROGRAMS = 1600  # the number of programs that is enough, each with a single warp
 _MERGED_HEADS = 4  # in a large batch: with one head, most of 4,096 programs would have nothing to merge
