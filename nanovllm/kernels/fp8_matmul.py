@@ -27,7 +27,7 @@ from nanovllm.kernels.compat import (
     use_triton,
 )
 from nanovllm.kernels.fp8 import GROUP, Fp8Rows, expanded
-from nanovllm.kernels.matmul import Tile, descriptor
+from nanovllm.kernels.matmul import Tile, descriptor, store_tile
 
 # Costs as in `kernels/matmul.py`, fitted to an H200 and the four products of a layer of Qwen3-8B, with 4 to
 # 512 rows (`tools/bench_fp8.py`): together they take 3 % longer than with the best of 23 tiles for each.
@@ -86,34 +86,24 @@ def fp8_dot(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def _store(
+def _scaled(
     total: tl.tensor,
     x_scales_ptr: tl.tensor,
     scales_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    out_ptr: tl.tensor,
     row: tl.tensor,
-    first_row: tl.tensor,
     num_rows: tl.tensor,
     column: tl.tensor,
     N: tl.tensor,
     GROUP: tl.constexpr,
-) -> None:
-    """Write total [rows, columns] as rows of the output from `row` on, those from `first_row` on."""
-    rows = row + tl.arange(0, total.shape[0])
-    columns = column + tl.arange(0, total.shape[1])
+) -> tl.tensor:
+    """total [rows, columns] times the scales of its rows and columns; with GROUP it has them already."""
     if GROUP is None:
+        rows = row + tl.arange(0, total.shape[0])
+        columns = column + tl.arange(0, total.shape[1])
         row_scales = tl.load(x_scales_ptr + rows, mask=rows < num_rows, other=0.0)
         column_scales = tl.load(scales_ptr + columns, mask=columns < N, other=0.0)
         total = total * row_scales[:, None] * column_scales[None, :]
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    cells = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    live = ((rows >= first_row) & (rows < num_rows))[:, None] & (columns < N)[None, :]
-    if residual_ptr is not None:
-        total += tl.load(residual_ptr + cells, mask=live, other=0.0).to(tl.float32)
-    tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=live)
+    return total
 
 
 @jit("num_rows")
@@ -206,37 +196,11 @@ def _fp8_linear_kernel(
                 right = next_right
         if SWAP:
             total = total.T
-        _store(
-            total,
-            x_scales_ptr,
-            scales_ptr,
-            bias_ptr,
-            residual_ptr,
-            out_ptr,
-            row,
-            first_row,
-            num_rows,
-            column,
-            N,
-            GROUP,
-        )
+        total = _scaled(total, x_scales_ptr, scales_ptr, row, num_rows, column, N, GROUP)
+        store_tile(total, bias_ptr, residual_ptr, out_ptr, row, first_row, num_rows, column, N)
         if MORE:
-            total = more_total.T
-            row += ROWS
-            _store(
-                total,
-                x_scales_ptr,
-                scales_ptr,
-                bias_ptr,
-                residual_ptr,
-                out_ptr,
-                row,
-                first_row,
-                num_rows,
-                column,
-                N,
-                GROUP,
-            )
+            total = _scaled(more_total.T, x_scales_ptr, scales_ptr, row + ROWS, num_rows, column, N, GROUP)
+            store_tile(total, bias_ptr, residual_ptr, out_ptr, row + ROWS, first_row, num_rows, column, N)
 
 
 @lru_cache(maxsize=4096)

@@ -23,7 +23,7 @@ from nanovllm.kernels.compat import (
 )
 from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Weight, dequantise_reference
 from nanovllm.kernels.int4_values import first_scale, tile_values, triton_dtype, waited
-from nanovllm.kernels.matmul import descriptor, is_aligned
+from nanovllm.kernels.matmul import descriptor, is_aligned, store_tile
 from nanovllm.kernels.paged import dot
 
 
@@ -41,33 +41,6 @@ class Int4Tile(NamedTuple):
     @property
     def height(self) -> int:
         return self.rows + self.more
-
-
-@jit()
-def _store(
-    total: tl.tensor,
-    bias_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    row: tl.tensor,
-    first_row: tl.tensor,
-    num_rows: tl.tensor,
-    column: tl.tensor,
-    N: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Write total [COLUMNS, ROWS] as rows of the output from `row` on, those from `first_row` on."""
-    total = total.T
-    rows = row + tl.arange(0, ROWS)
-    columns = column + tl.arange(0, COLUMNS)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    cells = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    live = ((rows >= first_row) & (rows < num_rows))[:, None] & (columns < N)[None, :]
-    if residual_ptr is not None:
-        total += tl.load(residual_ptr + cells, mask=live, other=0.0).to(tl.float32)
-    tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @jit("num_rows", "blocks")
@@ -124,12 +97,10 @@ def _int4_kernel(
         if MORE:
             more_total = waited(dot(values, more_x_tile, more_total))
     out_ptr += tl.program_id(1).to(tl.int64) * num_rows * N
-    _store(total, bias_ptr, residual_ptr, out_ptr, row, first_row, num_rows, column, N, ROWS, COLUMNS)
+    store_tile(total.T, bias_ptr, residual_ptr, out_ptr, row, first_row, num_rows, column, N)
     if MORE:
-        row += ROWS
-        _store(
-            more_total, bias_ptr, residual_ptr, out_ptr, row, first_row, num_rows, column, N, MORE, COLUMNS
-        )
+        total = more_total.T
+        store_tile(total, bias_ptr, residual_ptr, out_ptr, row + ROWS, first_row, num_rows, column, N)
 
 
 _FINISH = 1024  # columns of a program

@@ -71,6 +71,30 @@ _NARROW = 3 * 2**28  # if there are at most as many outputs as inputs
 _SMALL = 2**22  # elements of a weight: larger weights need tiles of 64 rows that are nearly full
 
 
+@jit()
+def store_tile(
+    total: tl.tensor,
+    bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    row: tl.tensor,
+    first_row: tl.tensor,
+    num_rows: tl.tensor,
+    column: tl.tensor,
+    N: tl.tensor,
+) -> None:
+    """Write total [rows, columns] + bias + residual to the output from `row` on: rows from `first_row` on."""
+    rows = row + tl.arange(0, total.shape[0])
+    columns = column + tl.arange(0, total.shape[1])
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    cells = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    live = ((rows >= first_row) & (rows < num_rows))[:, None] & (columns < N)[None, :]
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + cells, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=live)
+
+
 @jit("num_rows")
 def _linear_kernel(
     x: tl.tensor,
@@ -112,15 +136,7 @@ def _linear_kernel(
             total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
             for k in range(0, K, BLOCK_K):
                 total = dot(x.load([row, k]), weight.load([column, k]).T, total)
-        rows = row + tl.arange(0, ROWS)
-        columns = column + tl.arange(0, COLUMNS)
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-        cells = rows.to(tl.int64)[:, None] * N + columns[None, :]
-        live = ((rows >= first_row) & (rows < num_rows))[:, None] & (columns < N)[None, :]
-        if residual_ptr is not None:
-            total += tl.load(residual_ptr + cells, mask=live, other=0.0).to(tl.float32)
-        tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=live)
+        store_tile(total, bias_ptr, residual_ptr, out_ptr, row, first_row, num_rows, column, N)
 
 
 @lru_cache(maxsize=4096)
