@@ -15,9 +15,7 @@ from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles
 from nanovllm.kernels.fp8 import GROUP, Fp8Rows, quantise_rows_reference, quantise_rows_triton
 from nanovllm.kernels.fp8_matmul import Fp8Weight, fp8_dot, fp8_linear_reference
 from nanovllm.kernels.grouped_matmul import ExpertChoice, ExpertTile, sum_experts_triton
-from nanovllm.kernels.matmul import descriptor
-
-_BAND = 8  # tiles of pairs that are computed together, so that a tile of the weight is read once for all
+from nanovllm.kernels.matmul import descriptor, in_bands
 
 
 class Fp8Experts(NamedTuple):
@@ -68,7 +66,6 @@ def _fp8_experts_kernel(
     SWAP: tl.constexpr,
     PERSISTENT: tl.constexpr,
     USE_PDL: tl.constexpr,
-    BAND: tl.constexpr = _BAND,
 ) -> None:
     """As the kernel of `kernels/grouped_matmul.py`; with GROUP, which is BLOCK_K, scales are of groups."""
     await_inputs(USE_PDL)
@@ -80,11 +77,8 @@ def _fp8_experts_kernel(
     pair_tiles = most_tiles if INTERPRETED else tl.load(count_ptr)
     total_tiles = pair_tiles * column_tiles
     for tile in tl.range(tl.program_id(0), total_tiles, tl.num_programs(0), flatten=PERSISTENT):
-        band = tile // (BAND * column_tiles) * BAND
-        height = tl.minimum(pair_tiles - band, BAND)
-        within = tile % (BAND * column_tiles)
-        pair_tile = band + within % height
-        column = within // height * COLUMNS
+        pair_tile, column_tile = in_bands(tile, pair_tiles, column_tiles)
+        column = column_tile * COLUMNS
         start = tl.load(starts_ptr + pair_tile)
         end = tl.load(ends_ptr + pair_tile)
         expert = tl.load(experts_ptr + pair_tile)

@@ -27,7 +27,7 @@ from nanovllm.kernels.compat import (
     use_triton,
 )
 from nanovllm.kernels.fp8 import GROUP, Fp8Rows, expanded
-from nanovllm.kernels.matmul import Tile, descriptor, store_tile
+from nanovllm.kernels.matmul import Tile, descriptor, in_bands, store_tile
 
 # Costs as in `kernels/matmul.py`, fitted to an H200 and the four products of a layer of Qwen3-8B, with 4 to
 # 512 rows (`tools/bench_fp8.py`): together they take 3 % longer than with the best of 23 tiles for each.
@@ -50,7 +50,6 @@ BLOCK_TILES = (
     Tile(32, 64, GROUP, 14, cost=0.48, swap=True),
 )
 _PLAIN = Tile(32, 64, 32, 2, cost=1)  # in the interpreter
-_BAND = 8  # tiles of rows that are computed together, so that a tile of the weight is read once for all
 
 
 class Fp8Weight(NamedTuple):
@@ -128,9 +127,8 @@ def _fp8_linear_kernel(
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     USE_PDL: tl.constexpr,
-    BAND: tl.constexpr = _BAND,
 ) -> None:
-    """Computes tiles of the product in turn: bands of rows; within a band rows first, then columns.
+    """Computes tiles of the product in turn, in the order of `in_bands`.
 
     x, more_x and weight are tensor descriptors, which read 0 past the end; more_x is of the same rows, with
     blocks of MORE. With GROUP, scales are of groups of so many columns, and a step is one group.
@@ -140,12 +138,10 @@ def _fp8_linear_kernel(
     column_tiles = tl.cdiv(N, COLUMNS)
     tiles = tl.cdiv(num_rows, HEIGHT) * column_tiles
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
-        band = tile // (BAND * column_tiles) * BAND
-        height = tl.minimum(tl.cdiv(num_rows, HEIGHT) - band, BAND)
-        within = tile % (BAND * column_tiles)
-        first_row = (band + within % height) * HEIGHT
+        row_tile, column_tile = in_bands(tile, tl.cdiv(num_rows, HEIGHT), column_tiles)
+        first_row = row_tile * HEIGHT
         row = tl.maximum(tl.minimum(first_row, num_rows - HEIGHT), 0)  # TMA is slower past the last row
-        column = within // height * COLUMNS
+        column = column_tile * COLUMNS
         rows = row + tl.arange(0, ROWS)
         columns = column + tl.arange(0, COLUMNS)
         if SWAP:

@@ -32,6 +32,7 @@ from nanovllm.kernels.cpu.int_layout import IntExperts
 from nanovllm.kernels.expert_tiles import PLAIN_MLP, Chosen, ExpertMLP, ExpertTiles
 from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Experts
 from nanovllm.kernels.int4_values import dequantise_experts, first_scale, tile_values, waited
+from nanovllm.kernels.matmul import in_bands
 from nanovllm.kernels.paged import dot
 
 
@@ -65,7 +66,6 @@ _CHOICES: tuple[tuple[float, ExpertChoice], ...] = (
     (float("inf"), ExpertChoice(128, ExpertTile(128, 64, 4, warps=8), ExpertTile(256, 64, 4, warps=8))),
 )
 _PLAIN = ExpertChoice(16, ExpertTile(32, 32, 2), ExpertTile(32, 32, 2))  # without tensor cores
-_BAND = 8  # tiles of pairs that are computed together, so that a tile of the weight is read once for all
 _COLUMNS = 1024  # of a program that sums
 
 
@@ -121,9 +121,8 @@ def _experts_kernel(
     SWAP: tl.constexpr,
     PERSISTENT: tl.constexpr,
     USE_PDL: tl.constexpr,
-    BAND: tl.constexpr = _BAND,
 ) -> None:
-    """Computes tiles of the product in turn: bands of tiles of pairs; within a band pairs, then columns.
+    """Computes tiles of the product in turn, in the order of `in_bands`.
 
     GATHER: x [T, K] is a pointer to rows, and each pair reads its row; else a descriptor of rows in the order
     of places, whose `x_stride` is not used. SCATTER: results go to rows of pairs, else of places. weight: a
@@ -140,11 +139,8 @@ def _experts_kernel(
     pair_tiles = most_tiles if INTERPRETED else tl.load(count_ptr)
     total_tiles = pair_tiles * column_tiles
     for tile in tl.range(tl.program_id(0), total_tiles, tl.num_programs(0), flatten=PERSISTENT):
-        band = tile // (BAND * column_tiles) * BAND
-        height = tl.minimum(pair_tiles - band, BAND)
-        within = tile % (BAND * column_tiles)
-        pair_tile = band + within % height
-        column = within // height * COLUMNS
+        pair_tile, column_tile = in_bands(tile, pair_tiles, column_tiles)
+        column = column_tile * COLUMNS
         start = tl.load(starts_ptr + pair_tile)
         end = tl.load(ends_ptr + pair_tile)
         if GROUP is None:

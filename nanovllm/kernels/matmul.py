@@ -72,6 +72,17 @@ _SMALL = 2**22  # elements of a weight: larger weights need tiles of 64 rows tha
 
 
 @jit()
+def in_bands(
+    tile: tl.tensor, row_tiles: tl.tensor, column_tiles: tl.tensor, BAND: tl.constexpr = _BAND
+) -> tuple[tl.tensor, tl.tensor]:
+    """Which tile of rows and of columns `tile` is: bands of rows; within a band rows first, then columns."""
+    band = tile // (BAND * column_tiles) * BAND
+    height = tl.minimum(row_tiles - band, BAND)
+    within = tile % (BAND * column_tiles)
+    return band + within % height, within // height
+
+
+@jit()
 def store_tile(
     total: tl.tensor,
     bias_ptr: tl.tensor,
@@ -111,9 +122,8 @@ def _linear_kernel(
     SWAP: tl.constexpr,
     PERSISTENT: tl.constexpr,
     USE_PDL: tl.constexpr,
-    BAND: tl.constexpr = _BAND,
 ) -> None:
-    """Computes tiles of the product in turn: bands of rows; within a band rows first, then columns.
+    """Computes tiles of the product in turn, in the order of `in_bands`.
 
     x and weight are tensor descriptors, which read 0 past the end.
     """
@@ -121,12 +131,10 @@ def _linear_kernel(
     column_tiles = tl.cdiv(N, COLUMNS)
     tiles = tl.cdiv(num_rows, ROWS) * column_tiles
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
-        band = tile // (BAND * column_tiles) * BAND
-        height = tl.minimum(tl.cdiv(num_rows, ROWS) - band, BAND)
-        within = tile % (BAND * column_tiles)
-        first_row = (band + within % height) * ROWS
+        row_tile, column_tile = in_bands(tile, tl.cdiv(num_rows, ROWS), column_tiles)
+        first_row = row_tile * ROWS
         row = tl.maximum(tl.minimum(first_row, num_rows - ROWS), 0)  # TMA is slower past the last row
-        column = within // height * COLUMNS
+        column = column_tile * COLUMNS
         if SWAP:
             total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
             for k in range(0, K, BLOCK_K):
