@@ -134,13 +134,21 @@ def test_a_prefix_shorter_than_a_chunk_is_not_shared() -> None:
 @pytest.mark.parametrize(("q_heads", "head_dim"), [(16, 128), (32, 128), (64, 128), (8, 256)])
 def test_partial_results_of_decode_stay_small(longest: int, q_heads: int, head_dim: int) -> None:
     heads = paged.Heads(q_heads, 8, head_dim, head_dim, page=256, step=1)
-    for sequences in (1, 2, 3, 8, 9, 97, 256, 819, 1024):
+    for sequences in (1, 2, 3, 8, 16, 17, 97, 256, 819, 1024):
         chunk = inside.decode_chunk(sequences, heads, False, longest)
         least = decode_attention.least_chunk(q_heads, head_dim, longest, sequences)
-        usual = 128 if sequences <= 2 else 256 if sequences <= 8 else CHUNK
+        usual = 128 if sequences <= 2 else 256 if sequences <= 16 else CHUNK
         assert chunk == max(usual, least)
         assert sequences * q_heads * -(-longest // least) * head_dim * 4 <= 3 * 2**29, "bytes"
         assert longest > 40_960 or q_heads > 16 or least <= SHARED_CHUNK
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads", "most"), [(8, 4, 32), (32, 8, 16), (64, 2, 32), (8, 1, 128)])
+def test_small_batches_have_short_chunks(q_heads: int, kv_heads: int, most: int) -> None:
+    """Up to 128 programs: sequences times key heads, of which one has a program for every 16 query heads."""
+    heads = paged.Heads(q_heads, kv_heads, 128, 128, page=256, step=1)
+    chunks = [inside.decode_chunk(sequences, heads, False, 4096) for sequences in (most, most + 1)]
+    assert chunks == [256, CHUNK]
 
 
 def test_decode_in_chunks_of_the_least_size(monkeypatch: pytest.MonkeyPatch) -> None:
