@@ -60,8 +60,10 @@ def check_token_ids(name: str, value: Any) -> list[int]:
 
 
 def check_texts(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
     expected = "a string or a list of strings, none of them empty"
-    texts = [] if value is None else [value] if isinstance(value, str) else value
+    texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{name} must be {expected}, not {show(value)}")
     if len(texts) > MAX_TEXTS[name]:

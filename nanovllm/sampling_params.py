@@ -169,8 +169,8 @@ class SamplingParams:
 
     def checked(self: _Params) -> _Params:
         """A copy with plain values. Checks fields set since construction: ValueError or TypeError."""
-        checked = self.clone()
-        vars(checked).update(self._checked())
+        checked = object.__new__(type(self))
+        vars(checked).update(vars(self) | self._checked())  # lists and dictionaries are new
         return checked
 
     def _checked(self) -> dict[str, Any]:

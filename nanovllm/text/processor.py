@@ -265,7 +265,8 @@ class Processor:
                         "skip_tokenizer_init=True; use stop_token_ids or allowed_token_ids"
                     )
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-            pack_token_ids(list(getattr(params, name) or ()), self._vocab_size, name, ordered=False)
+            if ids := getattr(params, name):
+                pack_token_ids(list(ids), self._vocab_size, name, ordered=False)
         stop_ids = list(params.stop_token_ids or ())
         if _ends_with_eos(params):
             stop_ids += self.eos_token_ids
