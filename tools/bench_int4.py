@@ -40,8 +40,12 @@ SHAPES = {  # name: outputs, inputs, whether SiLU follows
     "down": (4096, 12288, False),
 }
 ROWS = (1, 16, 64, 256, 32, 131, 96, 192, 2, 4, 8, 512, 4096)  # what matters most comes first
-STAGES = {16: (4, 8), 32: (4, 6), 64: (2, 3), 96: (2, 3), 128: (2, 3), 160: (2, 3), 192: (2, 3), 256: (2, 3)}
-HEIGHTS = ((16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (128, 64), (256, 0))
+STAGES = {16: (4, 8), 32: (4, 6), 48: (3, 5)}  # of tiles so high; of higher ones:
+FEW_STAGES = (2, 3)
+HEIGHTS = (
+    *((16, 0), (32, 0), (32, 16), (64, 0), (64, 16), (64, 32)),
+    *((128, 0), (128, 16), (128, 32), (128, 64), (256, 0)),
+)
 SPLITS = (1, 2, 3, 4, 6, 8)
 COLD = 160 * 2**20  # bytes of weights that a graph reads
 GPU = "cuda"
@@ -52,7 +56,7 @@ def tiles() -> Iterator[Int4Tile]:
     for (rows, more), (columns, warps) in product(HEIGHTS, ((64, 4), (128, 8))):
         if rows == 256 and columns == 64:
             continue  # four warps have too few registers
-        for number, stages in enumerate(STAGES[rows + more]):
+        for number, stages in enumerate(STAGES.get(rows + more, FEW_STAGES)):
             yield Int4Tile(rows, columns, more, warps, stages)
             if not number:
                 yield Int4Tile(rows, columns, more, warps, stages, tma=False)
@@ -254,6 +258,7 @@ class Bench:
             line += f", deterministic {exact[best_tile]:.1f} {tuple(best_tile)}"
             line += f", chosen {sweep.get(chosen, float('nan')) if chosen else found['dequantise']:.1f}"
         print(line, flush=True)
+        torch.cuda.empty_cache()  # the memory of the graphs
         self.out.write(json.dumps({"shape": name, "rows": rows, "us": found}) + "\n")
         self.out.flush()
 

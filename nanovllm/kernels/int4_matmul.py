@@ -248,20 +248,24 @@ def int4_linear(
 
 
 # Up to these rows: the tile, and the programs for each multiprocessor up to which the sum over K is split, at
-# most into so many parts. Fitted to an H100 and the four products of a layer of Qwen3-8B with groups of 128;
-# these take, together, in us:
-#   rows       1     2     4     8    16    32    64    96   131   192   256   512
-#   bf16   140.9 151.6 145.4 145.5 147.4 149.9 159.4 163.2 170.7 172.7 189.0 280.9
-#   here    60.8  59.5  56.9  57.9  60.8  64.2  77.1 107.8 159.2 163.4 181.3 337.3
-# One product takes 3 % longer than with its own best tile, at most 15 %. Dequantised first, the four take
-# 175 us more than in bf16, for any number of rows.
+# most into so many parts. Fitted to an H200 and the four products of a layer of Qwen3-8B with groups of 128
+# (`tools/bench_int4.py`); these take, together, in us:
+#   rows      2     4     8    16    32    64    80    96   112   131   160   192   256
+#   bf16    135   111   109   110   113   122   121   128   128   130   141   154   160
+#   here     58    55    59    59    64    77    89   119   115   141   145   177   180
+# The best tile of each product would take up to 6 % less. Small tiles win, because three programs on a
+# multiprocessor unpack and multiply at the same time. Dequantised first, the four take 140 us more than in
+# bf16, for any number of rows.
 _TILES = (
     (2, Int4Tile(16, 128, warps=8, tma=False), 3, 4),
-    (8, Int4Tile(16, 64, tma=False), 3, 4),
-    (16, Int4Tile(16, 64, tma=False), 6, 4),
+    (4, Int4Tile(16, 64, tma=False), 3, 4),
+    (16, Int4Tile(16, 64, stages=8), 3, 6),
     (32, Int4Tile(32, 64, stages=6), 3, 6),
     (64, Int4Tile(64, 64, stages=3, tma=False), 3, 6),
-    (192, Int4Tile(64, 64, more=32, stages=3), 2, 4),
+    (80, Int4Tile(64, 64, more=16, stages=3), 3, 6),
+    (96, Int4Tile(64, 128, more=32, warps=8, stages=3), 2, 4),
+    (128, Int4Tile(128, 64, stages=3), 2, 4),
+    (160, Int4Tile(64, 64, more=16, stages=3), 3, 6),
     (512, Int4Tile(128, 64, stages=3), 2, 4),
 )
 _LARGEST = _TILES[-1][1]

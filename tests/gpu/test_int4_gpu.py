@@ -25,7 +25,8 @@ GPU = "cuda"
 TILES = (
     Int4Tile(16, 128, warps=8, tma=False),
     Int4Tile(32, 64, stages=6),
-    Int4Tile(64, 64, more=32, stages=3),
+    Int4Tile(64, 64, more=16, stages=3),
+    Int4Tile(64, 128, more=32, warps=8, stages=3),
     Int4Tile(128, 64, stages=3),
     Int4Tile(256, 128, warps=8, stages=3),
 )
