@@ -100,11 +100,12 @@ def store(b: Any, address: Any, value: Any) -> None:
 
 
 def prefetch(b: Any, address: Any) -> None:
-    """Ask for the cache line of an address, which may be no valid one."""
+    """Ask for the cache line of an address, which may be no valid one, into the second-level cache: requests
+    into the first level hold its few miss buffers until the memory answers, and loads wait for them."""
     pointer = I8.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    b.call(function, [b.inttoptr(address, pointer), *(ir.Constant(I32, each) for each in (0, 3, 1))])
+    b.call(function, [b.inttoptr(address, pointer), *(ir.Constant(I32, each) for each in (0, 2, 1))])
 
 
 def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:

@@ -122,9 +122,7 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
         half = block_bytes * k // 2
         row = first
         while row < last:
-            count = min(most, last - row)
-            if last - row == most + 1:  # two even tiles instead of one with a single row
-                count = (most + 1) // 2
+            count = -(-(last - row) // -(-(last - row) // most))  # tiles as even as possible
             tiles(count, sums, x + row * x_stride * x_size, x_stride * x_size, start, ahead or start, steps)
             ahead = ahead + half if ahead and row == first else 0
             for each in range(count):
