@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.config import RENAMED, Config
@@ -26,6 +27,12 @@ _SHORT = {
     "compilation_config": "-cc",
 }
 _OWN = {each.name: None if each.default is MISSING else each.default for each in fields(Config)}
+_SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
+_UNITS = {
+    unit: base**power
+    for base, units in ((1000, "kmgt"), (1024, "KMGT"))
+    for power, unit in enumerate(units, 1)
+}
 _TEXTS = ("model", "tokenizer", "revision", "tokenizer_revision", "download_dir", "hf_token")
 _DEFAULTS = _OWN | dict.fromkeys(RENAMED) | {name: absent.default for name, absent in ENGINE.items()}
 
@@ -50,7 +57,8 @@ class EngineArgs(KnownFields):
     def add_cli_args(parser: _Parser) -> _Parser:
         """Add a flag for each field, such as `--tensor-parallel-size`; return the parser.
 
-        A switch also has `--no-...`. Other values are JSON, or strings.
+        A switch also has `--no-...`. Other values are JSON, or strings; a size, such as that of
+        `--max-model-len`, may be 10k (10,000), 1.5m, or 4K (4,096).
         """
         group = parser.add_argument_group("engine", "options of LLM, see docs/options.md")
         for name, default in _DEFAULTS.items():
@@ -66,7 +74,7 @@ class EngineArgs(KnownFields):
                     *flags, **options, metavar="VALUE", nargs="?", const=True, type=json_or_text
                 )
             else:
-                kind = _text if name in _TEXTS else json_or_text
+                kind = _text if name in _TEXTS else _size if name in _SIZES else json_or_text
                 group.add_argument(*flags, **options, metavar="VALUE", type=kind)
                 continue
             off = "--no-" + name.replace("_", "-")
@@ -97,11 +105,22 @@ def _text(text: str) -> str | None:
     return None if text in ("", "None") else text
 
 
+def _size(text: str) -> Any:
+    """A number with a unit, in vLLM's form; any other text as `json_or_text`."""
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text):
+        size = Decimal(found[1]) * _UNITS[found[2]]
+        if size % 1 or (found[2].isupper() and "." in found[1]):
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number; write its digits, such as 10240")
+        return int(size)
+    return "auto" if text.lower() == "auto" else json_or_text(text)
+
+
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """argparse's parser with vLLM's further forms of flags.
 
     `--max_model_len 5` is `--max-model-len 5`. `--hf-overrides.rope_theta 5 --hf-overrides.a.b 6` is
-    `--hf-overrides '{"rope_theta": 5, "a": {"b": 6}}'`, and `-O2` is `--optimization-level 2`.
+    `--hf-overrides '{"rope_theta": 5, "a": {"b": 6}}'`, also in a short form, as `-cc.mode=3`;
+    `-O2` and `-O 2` are `--optimization-level 2`.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -113,6 +132,12 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             options.pop("deprecated", None)
         return super().add_argument(*names, **options)
 
+    def _long(self, flag: str) -> str:
+        """The long form of a short flag, if it has one."""
+        action = self._option_string_actions.get(flag)
+        names = [] if action is None else action.option_strings
+        return next((name for name in names if name.startswith("--")), flag)
+
     def _plain(self, args: Sequence[str]) -> list[str]:
         """The arguments in the forms that argparse reads."""
         found: list[str] = []
@@ -120,9 +145,13 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         rest = list(args)
         while rest:
             arg = rest.pop(0)
-            name, equals, value = arg.partition("=")
+            if arg == "-O" and rest and rest[0].isdigit():
+                arg += rest.pop(0)
             if arg == "--":
                 return [*found, *_json_flags(values), arg, *rest]
+            name, equals, value = arg.partition("=")
+            if keyed := re.fullmatch(r"(-\w+)(\.[A-Za-z].*)", name):
+                name = self._long(keyed[1]) + keyed[2]
             if name.startswith("--"):
                 name = name if name in self._option_string_actions else _dashed(name)
                 if "." in name:

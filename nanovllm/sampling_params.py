@@ -15,7 +15,7 @@ from nanovllm.batch import PENALTIES, SAMPLING_PARAMETERS
 from nanovllm.checks import check_float, check_int, check_texts, check_token_ids, wrong
 from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from nanovllm.structured_outputs import check_bool, show
-from nanovllm.vllm_arguments import SAMPLING, KnownFields, missing_in, nearest, refuse_absent
+from nanovllm.vllm_arguments import BEAMS, SAMPLING, KnownFields, missing_in, nearest, refuse_absent
 
 SEED_LIMIT = 2**63
 MAX_N = 16_384  # vLLM's
@@ -267,7 +267,8 @@ class BeamSearchParams(KnownFields):
     length_penalty: the sum of logprobs is divided by (generated tokens) ** length_penalty; above 0 favours
     long sequences. An end-of-sequence token counts.
     temperature: for compatibility with vLLM, no effect; logprobs come from the model's own logits.
-    structured_outputs: must be None.
+    structured_outputs: must be None. skip_special_tokens, allowed_token_ids, watermarking: vLLM's, with
+    neutral values.
     """
 
     beam_width: int
@@ -277,17 +278,18 @@ class BeamSearchParams(KnownFields):
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputsParams | None = None
+    skip_special_tokens: bool = True
+    allowed_token_ids: Sequence[int] | None = None
+    watermarking: bool | None = None
 
     def __post_init__(self) -> None:
+        refuse_absent("BeamSearchParams()", {name: getattr(self, name) for name in BEAMS}, BEAMS, ())
         check_int("beam_width", self.beam_width, 1, "an integer of at least 1")
         check_int("max_tokens", self.max_tokens, 1, "an integer of at least 1")
         for name in ("temperature", "length_penalty"):
             check_float(name, getattr(self, name), "a finite number")
         for name in ("ignore_eos", "include_stop_str_in_output"):
             check_bool(name, getattr(self, name))
-        if self.structured_outputs is not None:
-            given = show(self.structured_outputs)
-            raise ValueError(f"structured_outputs={given} is not supported in a beam search; use generate()")
 
 
 def takes_prompt(function: Callable[..., Any]) -> bool:

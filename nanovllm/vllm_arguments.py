@@ -211,11 +211,10 @@ _CALL: dict[str, Absent] = {
     "lora_request": Absent((None,), _NO_LORA.advice, per_prompt=True),
     "tokenization_kwargs": Absent(_NOTHING, "use the tokenizer yourself, and pass token ids"),
     "mm_processor_kwargs": _NO_IMAGES,
-}
-
-GENERATE: dict[str, Absent] = _CALL | {
     "priority": _ANY,  # has no effect in vLLM either, with the neutral scheduling_policy
 }
+
+GENERATE = _CALL
 
 EMBED: dict[str, Absent] = _CALL | {
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
@@ -224,7 +223,7 @@ EMBED: dict[str, Absent] = _CALL | {
 POOLING: dict[str, Absent] = {  # fields of PoolingParams
     "task": Absent((None, "embed"), "embed() is the only task"),
     **_each("softmax activation", Absent((None,), "only embeddings are computed; leave it out")),
-    **_each("step_tag_id returned_token_ids late_interaction_params", _NONE),
+    **_each("step_tag_id returned_token_ids late_interaction_params late_chunking_params", _NONE),
     "truncate_prompt_tokens": EMBED["truncate_prompt_tokens"],
     "requires_token_ids": _OFF,
     "skip_reading_prefix_cache": SAMPLING["skip_reading_prefix_cache"],
@@ -232,7 +231,17 @@ POOLING: dict[str, Absent] = {  # fields of PoolingParams
     "output_kind": Absent((None, "FINAL_ONLY", 2), "an embedding has no parts; leave it out"),
 }
 
-BEAM_SEARCH: dict[str, Absent] = {"lora_request": _CALL["lora_request"], "concurrency_limit": _ANY}
+BEAM_SEARCH: dict[str, Absent] = {
+    "lora_request": _CALL["lora_request"],
+    **_each("concurrency_limit priority", _ANY),
+}
+
+BEAMS: dict[str, Absent] = {  # fields of BeamSearchParams
+    "structured_outputs": Absent((None,), "use generate()"),
+    "skip_special_tokens": Absent((True, None), "decode the token_ids of a beam yourself"),
+    "allowed_token_ids": Absent(_NOTHING, "use generate(), which has them"),
+    "watermarking": _OFF,
+}
 
 PROMPT: dict[str, Absent] = {  # keys of a prompt that is a dictionary
     **_each("multi_modal_data multi_modal_uuids mm_processor_kwargs", _NO_IMAGES),

@@ -39,7 +39,17 @@ from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import MAX_N, SamplingParams
 from nanovllm.structured_outputs import MAX_CHARS, MAX_CHOICES
 from nanovllm.text.templates import Limits
-from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, POOLING, PROMPT, SAMPLING
+from nanovllm.vllm_arguments import (
+    BEAM_SEARCH,
+    BEAMS,
+    CHAT,
+    EMBED,
+    ENGINE,
+    GENERATE,
+    POOLING,
+    PROMPT,
+    SAMPLING,
+)
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"
@@ -98,6 +108,7 @@ def test_what_is_not_supported_is_what_is_refused() -> None:
     tables = {"SamplingParams": SAMPLING, "LLM.generate": GENERATE, "LLM.chat": CHAT, "LLM": ENGINE}
     tables |= {
         "PoolingParams": POOLING,
+        "BeamSearchParams": BEAMS,
         "TokensPrompt": PROMPT,
         "LLM.embed": EMBED,
         "LLM.beam_search": BEAM_SEARCH,

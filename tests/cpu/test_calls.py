@@ -326,7 +326,7 @@ def test_arguments_of_vllms_other_calls(model: Path) -> None:
         with pytest.raises(ValueError, match=r"embed\(\): truncate_prompt_tokens=4 is not supported; cut"):
             llm.embed([5], truncate_prompt_tokens=4)
         params = BeamSearchParams(beam_width=2, max_tokens=3)
-        assert len(llm.beam_search([5], params, lora_request=None, concurrency_limit=4)) == 1
+        assert len(llm.beam_search([5], params, lora_request=None, priority=[1], concurrency_limit=4)) == 1
         with pytest.raises(TypeError, match=r"beam_search\(\) got an unknown argument 'beam_width'"):
             llm.beam_search([5], params, beam_width=3)
         for wrong in (SamplingParams(), [params], None):

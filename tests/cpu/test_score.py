@@ -378,7 +378,10 @@ def test_beams_end_where_the_model_does(model: Path) -> None:
     with pytest.raises(ValueError, match="beam_width must be an integer of at least 1, not 0"):
         BeamSearchParams(beam_width=0, max_tokens=1)
     assert BeamSearchParams(2, 1, structured_outputs=None) == BeamSearchParams(2, 1)
-    with pytest.raises(
-        ValueError, match=r"structured_outputs=Struct.* is not supported in .*; use generate\(\)"
-    ):
+    neutral: dict[str, Any] = {"skip_special_tokens": True, "allowed_token_ids": None, "watermarking": None}
+    assert BeamSearchParams(2, 1, **neutral) == BeamSearchParams(2, 1)
+    for name, value in (("skip_special_tokens", False), ("allowed_token_ids", [5]), ("watermarking", True)):
+        with pytest.raises(ValueError, match=rf"BeamSearchParams\(\): {name}=.* is not supported; "):
+            BeamSearchParams(2, 1, **{name: value})
+    with pytest.raises(ValueError, match=r"structured_outputs=Struct.* is not supported; use generate\(\)"):
         BeamSearchParams(2, 1, structured_outputs=StructuredOutputsParams(regex="a"))

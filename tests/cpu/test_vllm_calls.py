@@ -160,6 +160,8 @@ def test_the_queue_of_conversations() -> None:
         outputs = llm.wait_for_completion(use_tqdm=False)
         assert [each.request_id for each in outputs] == ids == ["0", "1"]
         assert {each.prompt for each in outputs} == {"What is 2 + 3?"}
+        one: dict[str, Any] = {"chat_template": template, "priority": 3, "use_tqdm": False}
+        assert llm.chat(chat, GREEDY, **one)[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
         for wrong, error, message in (
             ({"messages": [chat, []]}, ValueError, "conversation 1 has no messages"),
             ({"messages": chat, "temperature": 1}, TypeError, r"SamplingParams\(temperature=\.\.\.\)"),
@@ -177,7 +179,7 @@ def test_pooling_params(llm: LLM) -> None:
         PoolingParams(),
         PoolingParams(dimensions=5, normalize=True, task="embed"),
         PoolingParams(dimensions=np.int64(7), use_activation=False),
-        PoolingParams(),
+        PoolingParams(late_chunking_params=None),
     ]
     plain = llm.embed(prompts[:3], use_tqdm=False, normalize=False)
     given = llm.embed(prompts, use_tqdm=False, normalize=False, pooling_params=params, on_error="return")

@@ -185,6 +185,27 @@ def test_flags() -> None:
     assert parsed("--async-scheduling")["async_scheduling"] is True
     assert parsed("--no-async-scheduling")["async_scheduling"] is False
     assert parsed("--optimization-level", "0")["optimization_level"] == 0
+    assert parsed("-O", "3")["optimization_level"] == 3
+    assert parsed("-cc.mode=3", "-cc.backend", "x")["compilation_config"] == {"mode": 3, "backend": "x"}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *(("10k", 10_000), ("3K", 3072), ("10.2k", 10_200), ("1m", 10**6), ("2M", 2**21), ("1G", 2**30)),
+        *(("4096", 4096), ("AUTO", "auto"), ("None", None), ("1a", "1a")),
+    ],
+)
+def test_sizes_may_have_units(text: str, size: object) -> None:
+    for flag in ("--max-model-len", "--max-num-batched-tokens", "--kv-cache-memory-bytes"):
+        assert parsed(flag, text)[flag[2:].replace("-", "_")] == size
+
+
+@pytest.mark.parametrize("text", ["1.5K", "0.0001k"])
+def test_a_part_of_a_token_is_no_size(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--max-model-len", text)
+    assert f"argument --max-model-len: '{text}' is no whole number" in capsys.readouterr().err
 
 
 def test_a_script_adds_its_own_flags() -> None:
@@ -194,6 +215,8 @@ def test_a_script_adds_its_own_flags() -> None:
     group.add_argument("--max-tokens", type=int)
     parser.add_argument("--num_prompts", type=int, deprecated=False)
     parser.add_argument("words", nargs="*")
+    parser.add_argument("-t", type=float)
+    assert parser.parse_args(["-t.5"]).t == 0.5
     args = parser.parse_args(["--model", "5", "--num_prompts", "3", "--max_tokens=9", "--", "--max_tokens"])
     assert (args.num_prompts, args.max_tokens, args.words) == (3, 9, ["--max_tokens"])
     assert EngineArgs.from_cli_args(args) == EngineArgs(model="5")
