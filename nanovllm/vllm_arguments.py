@@ -207,16 +207,14 @@ SAMPLING: dict[str, Absent] = {
     "extra_args": _NONE,
 }
 
-_CALL: dict[str, Absent] = {
+GENERATE: dict[str, Absent] = {
     "lora_request": Absent((None,), _NO_LORA.advice, per_prompt=True),
     "tokenization_kwargs": Absent(_NOTHING, "use the tokenizer yourself, and pass token ids"),
     "mm_processor_kwargs": _NO_IMAGES,
     "priority": _ANY,  # has no effect in vLLM either, with the neutral scheduling_policy
 }
 
-GENERATE = _CALL
-
-EMBED: dict[str, Absent] = _CALL | {
+EMBED: dict[str, Absent] = GENERATE | {
     "truncate_prompt_tokens": Absent((None,), "cut the prompt's token ids yourself"),
 }
 
@@ -232,7 +230,7 @@ POOLING: dict[str, Absent] = {  # fields of PoolingParams
 }
 
 BEAM_SEARCH: dict[str, Absent] = {
-    "lora_request": _CALL["lora_request"],
+    "lora_request": GENERATE["lora_request"],
     **_each("concurrency_limit priority", _ANY),
 }
 
@@ -347,7 +345,7 @@ def missing_in(module: str) -> Callable[[str], NoReturn]:
     return __getattr__
 
 
-CHAT: dict[str, Absent] = _CALL | {
+CHAT: dict[str, Absent] = GENERATE | {
     "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as strings"),
 }
 

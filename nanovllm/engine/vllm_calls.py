@@ -77,7 +77,7 @@ class VLLMCalls(LLMEngine):
         """Queue conversations, with the arguments of `chat`, and return their request ids, as `enqueue`."""
         self._lifecycle.check_open()
         others.pop("use_tqdm", None)
-        refuse_others(self.enqueue_chat, others, CHAT | GENERATE)
+        refuse_others(self.enqueue_chat, others, CHAT)
         template = chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
         return self._enqueue(*self._rendered(messages, "raise", *template), sampling_params)
 
