@@ -122,7 +122,7 @@ class OpenAIFormat(RowFormat):
         body = {"object": "list", "data": data, "model": task.request["model"], "usage": usage}
         return self._response(task, body)
 
-    def error(self, index: int, row_id: Any, message: str, columns: Values) -> dict[str, Any]:
+    def error(self, index: int, row_id: Any, message: str) -> dict[str, Any]:
         return {
             "id": f"batch_req_{index}",
             "custom_id": row_id,

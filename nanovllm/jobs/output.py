@@ -102,11 +102,12 @@ class Output:
             os.close(self._descriptor)
             raise
 
-    def write(self, index: int, record: dict[str, Any]) -> None:
-        """Append the line of a row, whole or not at all. JobFailedError if it cannot be written."""
+    def write(self, index: int, record: dict[str, Any], columns: str = "") -> None:
+        """Append the line of a row, whole or not at all; columns: as for `to_line`. JobFailedError if it
+        cannot be written."""
         if index in self.finished:
             raise AssertionError(f"row {index} is answered twice")
-        line = to_line(record)
+        line = to_line(record, columns)
         try:
             self._sync.check()
             written = os.write(self._descriptor, line)
@@ -119,6 +120,8 @@ class Output:
                 "that and run the same command again"
             ) from error
         self._end += len(line)
+        if self._each is not None and columns:
+            record = record | json.loads(columns)
         self._count(index, record)
         self._sync.dirty.set()
         if self._echo is not None:
@@ -244,14 +247,24 @@ def line_index(line: bytes) -> int | None:
     return None if found is None else int(found[1])
 
 
-def to_line(record: dict[str, Any]) -> bytes:
-    """A record as a line of JSON. Values that JSON does not have, such as dates as ids, become strings,
-    numbers that are not finite become null, and lone surrogates become escapes."""
-    try:
-        text = _ENCODER.encode(record)
-    except ValueError:  # a number that is not finite
-        text = _ENCODER.encode(json.loads(json.dumps(record, default=str), parse_constant=lambda name: None))
+def to_line(record: dict[str, Any], columns: str = "") -> bytes:
+    """A record as a line of JSON, followed by the columns that `to_text` made. Lone surrogates become
+    escapes."""
+    text = to_text(record)
+    if columns:
+        text = f"{text[:-1]}, {columns[1:]}"
     return f"{text}\n".encode(errors="backslashreplace")
+
+
+def to_text(record: dict[str, Any]) -> str:
+    """A record as JSON, "" for an empty one. Values that JSON does not have, such as dates as ids, become
+    strings, and numbers that are not finite become null."""
+    if not record:
+        return ""
+    try:
+        return _ENCODER.encode(record)
+    except ValueError:  # a number that is not finite
+        return _ENCODER.encode(json.loads(json.dumps(record, default=str), parse_constant=lambda name: None))
 
 
 def ordered_lines(path: Path, rows: range) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ The order of things: refuse, lock, take up the journal, load the model, run, fin
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -172,9 +173,11 @@ def _answer(
             all_chats = args.chat or args.messages_column is not None
             renderer = Renderer(llm.tokenizer, args.chat_template_kwargs, all_chats)
             with _reported(runner, llm, history, row_format.params):
+                gc.freeze()  # a full collection would visit all of torch, for 0.1 s every 10,000 rows
                 try:
                     runner.run(llm, row_format, renderer)
                 finally:
+                    gc.unfreeze()
                     history.save(llm.stats())
     elif args.report is not None:
         _say(f"{args.report} is not written, because no row was left to run")

@@ -32,6 +32,7 @@ PORTION_BYTES = 2**22  # of rows that are rendered or tokenised at once; at leas
 _SHARED_CHARS = 128  # minimum common prefix of a group; about two blocks of 16 tokens
 _NO_IDS = array("i")
 _Key: TypeAlias = "tuple[str, str, array[int]]"  # the kind of a task, its text, its token ids
+_Line: TypeAlias = "tuple[dict[str, Any], str]"  # a record, and the columns that it repeats
 _Item = TypeVar("_Item")
 _CHARS = 4  # of a token, about, until prompts are tokenised
 _UNBOUNDED = 2**40  # tokens of an output without a limit
@@ -49,7 +50,7 @@ class JobRunner:
         self.source = source
         self.output = output
         self.progress = JobProgress(source, len(output.finished), output.num_errors)
-        self._held: dict[int, dict[str, Any]] = {}  # lines that wait for earlier rows, with `ordered`
+        self._held: dict[int, _Line] = {}  # lines that wait for earlier rows, with `ordered`
         self._next = source.first  # the next row to write, with `ordered`
 
     def run(self, llm: Any, row_format: RowFormat, renderer: Renderer) -> None:
@@ -91,7 +92,7 @@ class JobRunner:
         for row in self.pending():
             values: Any = attempt(row.values)
             if isinstance(values, Exception):
-                self._refuse(row.index, None, str(values), {})
+                self._refuse(row.index, None, str(values), "")
                 continue
             task: Task | BadRow = attempt(self._format.task, row, values)
             if isinstance(task, Exception):
@@ -131,7 +132,7 @@ class JobRunner:
                     self._refuse_task(task, output.error.replace(place, "the prompt"))
                 else:
                     self.progress.answered(output, task.work)
-                    self._write(task.index, self._format.answer(task, output))
+                    self._write(task.index, self._format.answer(task, output), task.columns)
 
     def _embed(self, llm: Any, tasks: Iterator[Task]) -> None:
         for some in portions(tasks, _EMBED_ROWS):
@@ -147,28 +148,28 @@ class JobRunner:
                     self._refuse_task(task, str(error).replace(f"prompts[{number}]", "the input"))
                 else:
                     self.progress.embedded(found, task.work)
-                    self._write(task.index, self._format.embeddings(task, found))
+                    self._write(task.index, self._format.embeddings(task, found), task.columns)
 
     def _refuse_task(self, task: Task, why: object) -> None:
         self.progress.refused(task.work)
         self._refuse(task.index, task.id, f"{task.place}: {why}", task.columns)
 
-    def _refuse(self, index: int, row_id: Any, message: str, columns: dict[str, Any]) -> None:
-        self._write(index, self._format.error(index, row_id, message, columns))
+    def _refuse(self, index: int, row_id: Any, message: str, columns: str) -> None:
+        self._write(index, self._format.error(index, row_id, message), columns)
 
-    def _write(self, index: int, record: dict[str, Any]) -> None:
+    def _write(self, index: int, record: dict[str, Any], columns: str) -> None:
         """Write the line of a row; with `ordered`, after all earlier rows."""
         if not self.args.ordered:
-            self._append(index, record)
+            self._append(index, record, columns)
             return
-        self._held[index] = record
+        self._held[index] = record, columns
         while self._next in self._held or self._next in self.output.finished:
             if self._next in self._held:
-                self._append(self._next, self._held.pop(self._next))
+                self._append(self._next, *self._held.pop(self._next))
             self._next += 1
 
-    def _append(self, index: int, record: dict[str, Any]) -> None:
-        self.output.write(index, record)
+    def _append(self, index: int, record: dict[str, Any], columns: str) -> None:
+        self.output.write(index, record, columns)
         self.progress.written(is_error=record["error"] is not None)
         self.check_errors()
 

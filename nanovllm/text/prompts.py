@@ -7,6 +7,7 @@ Reads no further than requested. Knows nothing of tokenizers or devices: a strin
 
 from __future__ import annotations
 
+import marshal
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 
 from nanovllm.errors import BadRow, attempt
 from nanovllm.inputs import PromptLike
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import Default, SamplingParams
 from nanovllm.structured_outputs import show as show_value
 from nanovllm.text.structured import Constraint
 from nanovllm.vllm_arguments import PROMPT, refuse_absent
@@ -123,7 +124,7 @@ def pack_token_ids(token_ids: list[int], vocab_size: int, where: str, ordered: b
 def parse_sampling_params(
     sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int, first_index: int = 0
 ) -> list[SamplingParams | BadRow]:
-    """Return a checked copy of the SamplingParams for each prompt; each object is copied once.
+    """Return a checked copy of the SamplingParams for each prompt; equal ones share a copy.
 
     A list must be as long as the prompts; a wrong element is replaced by its error. One wrong object for all
     prompts raises its error. first_index: index of the first element, for errors.
@@ -139,11 +140,28 @@ def parse_sampling_params(
             f"{len(sampling_params)} sampling_params for {num_prompts} prompts; "
             "pass one for all or one for each"
         )
-    checked: dict[int, SamplingParams | BadRow] = {}
+    checked: dict[Any, SamplingParams] = {}  # by content
+    rows: list[SamplingParams | BadRow] = []
     for index, params in enumerate(sampling_params, first_index):
-        if id(params) not in checked:
-            checked[id(params)] = attempt(_check_params, params, f"sampling_params[{index}]")
-    return [checked[id(params)] for params in sampling_params]
+        key = _content(params)
+        found: SamplingParams | BadRow | None = checked.get(key)
+        if found is None:
+            found = attempt(_check_params, params, f"sampling_params[{index}]")
+            if isinstance(found, SamplingParams):
+                checked[key] = found
+        rows.append(found)
+    return rows
+
+
+def _content(params: Any) -> Any:
+    """A key that parameters share only if all their fields are equal and of equal types; the identity of
+    those that hold functions, constraints or arrays."""
+    try:
+        values = vars(params).values()
+        plain = [int(value) if type(value) is Default else value for value in values]
+        return type(params), *map(type, values), marshal.dumps(plain, 2)  # of plain Python values only
+    except (TypeError, ValueError):
+        return id(params)
 
 
 def _check_params(params: Any, where: str) -> SamplingParams:

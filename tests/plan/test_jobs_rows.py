@@ -375,7 +375,7 @@ def test_openai_answers() -> None:
         "top_logprobs": [{"a": -0.5}],
         "text_offset": [0],
     }
-    error = row_format.error(4, "r", "why", {})
+    error = row_format.error(4, "r", "why")
     assert line_index(to_line(error)) == 4 and line_index(to_line(answer)) == 3
     assert error["error"] == {"code": "invalid_request", "message": "why"} and error["response"] is None
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from nanovllm import vllm_arguments
 from nanovllm.config import Config
+from nanovllm.errors import attempt
 from nanovllm.sampling_params import SEED_LIMIT, RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import parse_sampling_params
 from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, POOLING, PROMPT, SAMPLING
@@ -228,6 +229,31 @@ def test_one_object_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({id(params) for params in parse_sampling_params(one, 10_000)}) == 1 == len(calls)
     used = parse_sampling_params([one, other] * 5_000, 10_000)
     assert used == [one, other] * 5_000 and len(calls) == 3
+
+
+def test_equal_parameters_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = inside.count_checks(monkeypatch)
+    many = [SamplingParams(seed=index % 3, stop=["a"], temperature=0.5) for index in range(300)]
+    calls.clear()
+    assert parse_sampling_params(many, 300) == many and len(calls) == 3
+
+
+def test_parameters_share_a_check_only_if_equal_in_value_and_type() -> None:
+    many = [SamplingParams(top_k=1, logprobs=1) for _ in range(6)]
+    for params, value in zip(many, (1, 1.5, np.int64(1), np.float64(5e-324), True, "1"), strict=True):
+        params.top_k = value  # 5e-324 has the bytes of the 64-bit integer 1
+    first, *others = parse_sampling_params(many, 6)
+    assert isinstance(first, SamplingParams)
+    for index, (params, found) in enumerate(zip(many[1:], others, strict=True), 1):
+        alone = attempt(params.checked)
+        if isinstance(alone, Exception):
+            assert str(found) == f"sampling_params[{index}]: {alone}"
+        else:
+            assert found == alone
+    assert sum(isinstance(found, Exception) for found in others) >= 3
+    processors = [SamplingParams(logits_processors=[lambda token_ids, logits: logits]) for _ in range(2)]
+    used = parse_sampling_params(processors, 2)
+    assert used == processors and used[0].logits_processors != used[1].logits_processors
 
 
 def test_copies() -> None:
