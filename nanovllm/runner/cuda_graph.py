@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -35,12 +36,17 @@ class CUDAGraphs:
         make_step: Callable[[int], Callable[[], Any]],
         device: torch.device,
         pool: Any = None,
+        rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`make_step(size)` returns a function that runs the step of that many rows. Captures nothing yet."""
+        """`make_step(size)` returns a function that runs the step of that many rows. Captures nothing yet.
+
+        rehearsing: within it, a step launches the same kernels, but each only once or twice.
+        """
         self.sizes = sizes
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._make_step = make_step
         self._device = device
+        self._rehearsing = rehearsing
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
     def capture_all(self, progress: bool) -> None:
@@ -60,7 +66,9 @@ class CUDAGraphs:
         run_step = self._make_step(size)
         context = copy_context()
         context.run(in_graph.set, True)
-        context.run(run_step)  # compiles kernels and creates library handles, which a capture must not do
+        # Before: kernels are compiled and handles of libraries created, which a capture must not do.
+        with self._rehearsing() if self._graphs else nullcontext():
+            context.run(run_step)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # On torch's own capture stream, because cuBLAS keeps a workspace for every stream it has seen.

@@ -252,7 +252,8 @@ class ModelRunner:
             return
 
         def make(shared: SharedRows | None, drawn: bool, sizes: list[int], pool: object) -> CUDAGraphs:
-            return CUDAGraphs(sizes, partial(self._make_step, shared, drawn), self.device.torch, pool)
+            step = partial(self._make_step, shared, drawn)
+            return CUDAGraphs(sizes, step, self.device.torch, pool, self.model.rehearsing)
 
         sizes = graph_sizes(self.config.max_num_seqs)
         self.graphs[0, True] = first = make(None, True, sizes, None)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import inside
 import op_gate
 import pytest
+from tiny_models import write_tiny_model
 
+from nanovllm import LLM, isa
 from nanovllm.kernels.compat import INTERPRET
 
 
@@ -53,3 +58,37 @@ def test_launches_of_triton_are_recorded(tmp_path: Path) -> None:
     assert ", grid=(2, 3, 1), HEADS=(6, 2, 16, 16, 256, 1), " in launches[1]
     shapes = "bf16[3,64] in (32, 32), bf16[160,64] in (64, 32), None, None, bf16[3,160]"
     assert launches[0].startswith(f"triton._linear_kernel({shapes}, 3, 160, 64, grid=(3), ")
+
+
+_WINDOWS = ["sliding_attention"] * 5 + ["full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "num_run"),
+    [
+        ("qwen3", {"num_hidden_layers": 6}, 2),
+        ("gemma3", {"num_hidden_layers": 12, "layer_types": _WINDOWS * 2}, 5),
+        ("gpt_oss", {"num_hidden_layers": 6, "layer_types": [_WINDOWS[0], _WINDOWS[-1]] * 3}, 3),
+        ("qwen3_moe", {"num_hidden_layers": 8, "mlp_only_layers": [0, 1, 2, 5]}, 6),
+        ("smollm3", {"num_hidden_layers": 9, "no_rope_layers": [1, 1, 0] * 3}, 4),
+    ],
+)
+def test_a_rehearsal_runs_few_layers_and_every_operation(
+    family: str, config: dict[str, Any], num_run: int, tmp_path: Path
+) -> None:
+    folder = write_tiny_model(tmp_path, family, **config)
+    options = {"max_model_len": 64, "enable_prefix_caching": False, "skip_tokenizer_init": True}
+    with isa.compiling_for("torch"), LLM(folder, device="cpu", **options) as llm:
+        model, found = inside.model(llm), []
+        for rehearsing in (nullcontext, model.rehearsing, nullcontext):
+            recorder = op_gate.Recorder()
+            with rehearsing():
+                num_layers = len(model.model.layers)
+                with recorder.step("generate"):
+                    llm.generate([[5, 6, 7], [8, 9]], op_gate.GREEDY, use_tqdm=False)
+            found.append((num_layers, recorder.lines))
+    if family in ("gpt_oss", "qwen3_moe"):  # on a CPU the shapes depend on the chosen experts
+        found = [(num_layers, [line.split("(")[0] for line in lines]) for num_layers, lines in found]
+    whole, rehearsed, again = found
+    assert (whole[0], rehearsed[0]) == (config["num_hidden_layers"], num_run)
+    assert len(rehearsed[1]) < len(whole[1]) and set(rehearsed[1]) == set(whole[1]) and again == whole
