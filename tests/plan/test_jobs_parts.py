@@ -24,7 +24,7 @@ from nanovllm.jobs.errors import JobFailedError, JobRefusedError
 from nanovllm.jobs.job import engine_options
 from nanovllm.jobs.journal import Journal, locked
 from nanovllm.jobs.main import parse_args
-from nanovllm.jobs.output import IndexSet, Output, put_in_order, to_line
+from nanovllm.jobs.output import IndexSet, Output, put_in_order, to_line, to_text
 from nanovllm.jobs.runner import grouped_by_prefix, reordered
 from nanovllm.jobs.tasks import Task
 from nanovllm.sampling_params import SamplingParams
@@ -262,6 +262,9 @@ def test_a_number_that_json_has_not_is_null() -> None:
     infinity = float("inf")
     record = {"id": {"a": [infinity, -infinity, float("nan"), 1.5, "é"]}, "error": "inf"}
     assert to_line(record) == '{"id": {"a": [null, null, null, 1.5, "é"]}, "error": "inf"}\n'.encode()
+    columns = to_text({"a": float("inf"), "b": "é\ud800"})
+    assert to_line({"id": 1}, columns) == '{"id": 1, "a": null, "b": "é\\ud800"}\n'.encode()
+    assert to_text({}) == "" and to_line({"id": 1}, "") == b'{"id": 1}\n'
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
