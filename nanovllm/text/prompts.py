@@ -142,7 +142,8 @@ def parse_sampling_params(
         )
     checked: dict[Any, SamplingParams] = {}  # by content
     rows: list[SamplingParams | BadRow] = []
-    for index, params in enumerate(sampling_params, first_index):
+    kept = list(sampling_params)  # a sequence may make its elements, and identities are not used again
+    for index, params in enumerate(kept, first_index):
         key = _content(params)
         found: SamplingParams | BadRow | None = checked.get(key)
         if found is None:
