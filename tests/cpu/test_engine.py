@@ -132,9 +132,7 @@ def test_triton_backend(model: Path, prompts: list, expected: list, block_size: 
 class Replayed(CUDAGraphs):
     """Steps with fixed input addresses, like CUDA graphs: a replay computes from what was sent last."""
 
-    def __init__(
-        self, sizes: list[int], make_step: Callable, device: torch.device, pool: None = None
-    ) -> None:
+    def __init__(self, sizes: list[int], make_step: Callable, *_: object) -> None:
         self.sizes, self.pool, self._make_step, self.steps = sizes, None, make_step, {}
 
     def capture(self, size: int) -> None:
