@@ -7,9 +7,10 @@ Reads no further than requested. Knows nothing of tokenizers or devices: a strin
 
 from __future__ import annotations
 
-import marshal
+import pickle
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from time import perf_counter
@@ -19,7 +20,7 @@ import numpy as np
 
 from nanovllm.errors import BadRow, attempt
 from nanovllm.inputs import PromptLike
-from nanovllm.sampling_params import Default, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import show as show_value
 from nanovllm.text.structured import Constraint
 from nanovllm.vllm_arguments import PROMPT, refuse_absent
@@ -142,7 +143,7 @@ def parse_sampling_params(
         )
     checked: dict[Any, SamplingParams] = {}  # by content
     rows: list[SamplingParams | BadRow] = []
-    kept = list(sampling_params)  # a sequence may make its elements, and identities are not used again
+    kept = list(sampling_params)  # alive, because `_content` may return their identities
     for index, params in enumerate(kept, first_index):
         key = _content(params)
         found: SamplingParams | BadRow | None = checked.get(key)
@@ -156,13 +157,11 @@ def parse_sampling_params(
 
 def _content(params: Any) -> Any:
     """A key that parameters share only if all their fields are equal and of equal types; the identity of
-    those that hold functions, constraints or arrays."""
-    try:
-        values = vars(params).values()
-        plain = [int(value) if type(value) is Default else value for value in values]
-        return type(params), *map(type, values), marshal.dumps(plain, 2)  # of plain Python values only
-    except (TypeError, ValueError):
-        return id(params)
+    those that hold logits processors, which may have a state, or what cannot be pickled."""
+    with suppress(Exception):  # a user's object may raise anything
+        if isinstance(params, SamplingParams) and not params.logits_processors:
+            return type(params), pickle.dumps([*vars(params).values()])
+    return id(params)
 
 
 def _check_params(params: Any, where: str) -> SamplingParams:

@@ -251,6 +251,12 @@ def test_parameters_share_a_check_only_if_equal_in_value_and_type() -> None:
         else:
             assert found == alone
     assert sum(isinstance(found, Exception) for found in others) >= 3
+    arrays = [SamplingParams(), SamplingParams()]
+    arrays[0].stop_token_ids, arrays[1].stop_token_ids = np.array([1, 0], np.int32), np.array([1], np.int64)
+    assert [params.stop_token_ids for params in parse_sampling_params(arrays, 2)] == [[1, 0], [1]]
+    arrays[0].logits_processors = np.array([1, 2])
+    first, second = parse_sampling_params(arrays, 2)
+    assert isinstance(first, TypeError) and isinstance(second, SamplingParams)
     processors = [SamplingParams(logits_processors=[lambda token_ids, logits: logits]) for _ in range(2)]
     used = parse_sampling_params(processors, 2)
     assert used == processors and used[0].logits_processors != used[1].logits_processors
