@@ -231,8 +231,9 @@ class DecoderForCausalLM(nn.Module):
     @cached_property
     def _rehearsed(self) -> nn.ModuleList:
         layers = self.model.layers
-        kinds = [None, *map(_kind, layers)]
-        firsts = {pair: place for place, pair in reversed(list(enumerate(pairwise(kinds))))}
+        firsts: dict[Any, int] = {}  # by the kinds of a layer and of the one before it
+        for place, kinds in enumerate(pairwise([None, *map(_kind, layers)])):
+            firsts.setdefault(kinds, place)
         places = {near for place in firsts.values() for near in (max(place - 1, 0), place)}
         return nn.ModuleList(layers[place] for place in sorted(places))
 

@@ -40,7 +40,7 @@ class CUDAGraphs:
     ) -> None:
         """`make_step(size)` returns a function that runs the step of that many rows. Captures nothing yet.
 
-        rehearsing: within it, a step launches the same kernels, but each only once or twice.
+        rehearsing: a context in which a step launches all of its kernels, but runs only a few layers.
         """
         self.sizes = sizes
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
@@ -66,7 +66,8 @@ class CUDAGraphs:
         run_step = self._make_step(size)
         context = copy_context()
         context.run(in_graph.set, True)
-        # Before: kernels are compiled and handles of libraries created, which a capture must not do.
+        # This run compiles kernels and creates library handles, which a capture must not do. The first run is
+        # of all layers.
         with self._rehearsing() if self._graphs else nullcontext():
             context.run(run_step)
         torch.cuda.synchronize(self._device)
