@@ -43,7 +43,7 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
     row_bytes, scratch_bytes, part_bytes = _sizes(group, head_dim)
     whole, vectors_of_row = head_dim // 16, row_bytes // 64
     most_parts, least, tile_keys = _PARTS, _LEAST, _KEYS
-    prefetch, lines = v.prefetch, -(-head_dim * size // 64)
+    prefetch, lines, ahead = v.prefetch, -(-head_dim * size // 64), 16  # keys
 
     def decode(
         q: Address,
@@ -121,7 +121,7 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
                         block = get_i32(tables + 4 * (at // page))
                         cell = k + (block * block_stride + at % page * position_stride) * size
                         place = lanes + 64 * (at - few)
-                        # Values come into the cache while keys are multiplied.
+                        # Values and later keys come into the cache while keys are multiplied.
                         value = v + (block * block_stride + at % page * position_stride) * size
                         done = 0
                         while done + keys_at_once <= run:
@@ -129,6 +129,7 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
                             for key in range(done, done + keys_at_once):
                                 for line in range(lines):
                                     prefetch(value + key * step + 64 * line)
+                                    prefetch(cell + (key + ahead) * step + 64 * line)
                             done += keys_at_once
                         while done < run:
                             dots_one(place + 64 * done, queries, cell + done * step, step)

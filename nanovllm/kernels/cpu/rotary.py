@@ -24,7 +24,7 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
     has_q, has_k = q_dtype != "", k_dtype != ""
     add, sub, mul, fma, splat, total_of, square_root = v.add, v.sub, v.mul, v.fma, v.splat, v.total, v.sqrt
     load_f32, store_f32, get_f32, set_f32 = v.load_f32, v.store_f32, v.get_f32, v.set_f32
-    get_i32, get_i64 = v.get_i32, v.get_i64
+    get_i32, get_i64, prefetch = v.get_i32, v.get_i64, v.prefetch
 
     @njit(nogil=True, error_model="numpy")
     def read(x: int, row: int, n: int) -> float:
@@ -128,6 +128,12 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
         position = get_i64(positions + 8 * program) if long_positions else get_i32(positions + 4 * program)
         slot = get_i64(slots + 8 * program) if long_slots else get_i32(slots + 4 * program)
         cos = cos_sin + 4 * n * position
+        cell = (slot // page * block_stride + slot % page * position_stride) * size
+        if slot >= 0:  # the cells come into the cache while queries are computed
+            for head in range(kv_heads):
+                for line in range(0, n * size, 64):
+                    prefetch(k_cache + cell + head * head_stride * size + line)
+                    prefetch(v_cache + cell + head * head_stride * size + line)
         for head in range(q_heads):
             squares = read(q + (program * q_stride + head * q_head) * size, row, n)
             if has_q:
@@ -136,7 +142,6 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
             write(row, out + (program * q_heads + head) * n * size, n, 0.0)
         if slot < 0:
             return
-        cell = (slot // page * block_stride + slot % page * position_stride) * size
         for head in range(kv_heads):
             x_row = values + (program * v_stride + head * v_head) * size
             target = v_cache + cell + head * head_stride * size
