@@ -63,6 +63,8 @@ def open_model(config: Config) -> OpenedModel:
     option, changes = config.generation_config, config.override_generation_config or {}
     generation = read_generation_config(option, path)
     model_config = read_model_config(config, path, generation, device)
+    if not device.is_cuda and config.dtype == "auto":
+        logger.info("dtype: %s on this CPU (the checkpoint's is %s)", *_dtypes(device, model_config))
     if model_config.quant.note:
         logger.warning("%s", model_config.quant.note)
     defaults = overridden(generation, option, changes)
@@ -81,6 +83,12 @@ def open_model(config: Config) -> OpenedModel:
     if config.load_format == "auto":
         check_weights(model_config, path)
     return OpenedModel(config, path, model_config, max_model_len, defaults, processor)
+
+
+def _dtypes(device: Device, model_config: ModelConfig) -> tuple[str, str]:
+    """The names of the dtype that "auto" means, and of the checkpoint's."""
+    chosen = device.resolve_dtype("auto", model_config.dtype)
+    return str(chosen).removeprefix("torch."), model_config.dtype
 
 
 def read_model_config(config: Config, path: Path, generation: dict[str, Any], device: Device) -> ModelConfig:

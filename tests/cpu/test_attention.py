@@ -18,7 +18,7 @@ from attention_cases import Heads, fused_queries, make_cache
 from op_gate import Setting, write_config
 from test_needs import GPU
 
-from nanovllm import LLM, SamplingParams, isa
+from nanovllm import LLM, SamplingParams, demo_model_path, isa
 from nanovllm.attention.backends import (
     FlashAttnBackend,
     ReferenceBackend,
@@ -27,8 +27,10 @@ from nanovllm.attention.backends import (
     select,
 )
 from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges, StepMetadata
+from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.distributed.group import TPGroup
+from nanovllm.engine.startup import open_model
 from nanovllm.kernels import attention_reference
 from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.heads_norm import HeadsNorm
@@ -121,6 +123,15 @@ def test_devices_that_do_not_exist() -> None:
     assert Device("cpu").resolve_dtype("auto", "bfloat16") == fastest
     assert Device("cpu").resolve_dtype("auto", "float16") == torch.float32
     assert Device("cpu").resolve_dtype("bfloat16", "float32") == torch.bfloat16
+
+
+@pytest.mark.parametrize("asked", ["auto", "float32"])
+def test_a_start_says_which_dtype_it_chose(asked: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="nanovllm"):
+        opened = open_model(Config(demo_model_path(), device="cpu", dtype=asked))
+    kept, chosen = opened.model_config.dtype, "bfloat16" if isa.has_bf16() else "float32"
+    said = f"dtype: {chosen} on this CPU (the checkpoint's is {kept})"
+    assert kept == "bfloat16" and (said in caplog.messages) == (asked == "auto")
 
 
 def brute_force(
