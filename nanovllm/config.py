@@ -72,8 +72,8 @@ class Config:
     dtype: "auto" (the checkpoint's dtype on a GPU; on a CPU that multiplies bfloat16 faster than float32 that
     of a checkpoint in bfloat16, else float32), "float32", "bfloat16" or "float16", or a torch.dtype.
     quantization: None (as config.json or the GGUF file says), "fp8" or, on a CPU, "int8" or "int4" (weights
-    in 16 or 32 bits become these as they are loaded), "dequantize" (those of a GGUF file become floats), or the
-    quant_method that config.json has.
+    in 16 or 32 bits become these as they are loaded), "dequantize" (those of a GGUF file become floats), or
+    the quant_method that config.json has.
     load_format: "auto" reads the weights, "dummy" makes random ones from config.json alone. Both load the
     tokenizer, unless `skip_tokenizer_init` is on.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs have no text.
