@@ -6,6 +6,8 @@ A layer declares which part of which tensor this rank owns. Nothing here opens a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -62,7 +64,7 @@ class WeightLayer(nn.Module):
                 same = type(self.method), vars(self.method)
                 if any((type(other), vars(other)) != same for other in others):
                     raise ValueError(f"{', '.join(names)} are one product; quantise them in the same way")
-                self.method = self.method.on(shape, options)
+                self.method = self.method.on(shape, options, kind)
                 _check_kind(names[0], kind, type(self.method))
                 created = self.method.create(self, shape, shards, options)
                 self.shards |= dict.fromkeys(created, self.method)
@@ -127,14 +129,20 @@ def weight_slots(model: nn.Module) -> dict[str, tuple[WeightLayer, WeightShard]]
     }
 
 
-def finish_loading(model: nn.Module) -> None:
-    """Prepare for use after all tensors are loaded; see `WeightMethod.finish_loading`."""
+def methods(model: nn.Module) -> Iterator[tuple[str, WeightMethod]]:
+    """The methods of all layers, each with its layer's path."""
     for path, layer in _layers(model):
         for method in {each for each in layer.shards.values() if each is not None}:
-            try:
-                method.finish_loading()
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from None
+            yield path, method
+
+
+def finish_loading(model: nn.Module) -> None:
+    """Prepare for use after all tensors are loaded; see `WeightMethod.finish_loading`."""
+    for path, method in methods(model):
+        try:
+            method.finish_loading()
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 def _layers(model: nn.Module) -> list[tuple[str, WeightLayer]]:

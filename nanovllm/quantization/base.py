@@ -257,8 +257,9 @@ class Product:
 class WeightMethod(ABC):
     """Stores and loads the weights of one layer, and only of this one.
 
-    All device memory belongs to parameters of the layer. Loading again writes to the same memory, whose
-    addresses CUDA graphs hold. A load of all tensors does not depend on the previous content.
+    All device memory belongs to parameters of the layer, but for weights that oneDNN reorders on a CPU.
+    Loading again writes to the same memory, whose addresses CUDA graphs hold. A load of all tensors does not
+    depend on the previous content.
     """
 
     @abstractmethod
@@ -267,6 +268,14 @@ class WeightMethod(ABC):
 
     def finish_loading(self) -> None:
         """Do the work that needs all tensors. Called after loading, before the next product."""
+        return
+
+    def unpack(self) -> None:
+        """Bring all memory back to parameters, which can then be freed."""
+        return
+
+    def pack(self) -> None:
+        """Be ready for products again after `unpack`."""
         return
 
 
@@ -279,7 +288,7 @@ class LinearMethod(WeightMethod):
     # Whether its products give a row the same bits in any step only if rows of a weight are aligned.
     deterministic_needs_alignment = True
 
-    def on(self, shape: tuple[int, ...], options: WeightOptions) -> LinearMethod:
+    def on(self, shape: tuple[int, ...], options: WeightOptions, kind: Kind) -> LinearMethod:
         """The method for a weight of this shape on this device, if another one suits it better."""
         return self
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm import isa
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear
@@ -58,8 +59,8 @@ class UnquantizedLinearMethod(LinearMethod):
     deterministic: bool
     fuse: bool
 
-    def on(self, shape: tuple[int, ...], options: WeightOptions) -> LinearMethod:
-        return dense_method(shape, options) if type(self) is UnquantizedLinearMethod else self
+    def on(self, shape: tuple[int, ...], options: WeightOptions, kind: Kind) -> LinearMethod:
+        return dense_method(shape, options, kind) if type(self) is UnquantizedLinearMethod else self
 
     def create(
         self, layer: nn.Module, shape: tuple[int, ...], shards: list[WeightShard], options: WeightOptions
@@ -123,11 +124,66 @@ class UnquantizedLinearMethod(LinearMethod):
         return method
 
 
+class ReorderedLinearMethod(UnquantizedLinearMethod):
+    """A weight on a CPU without kernels of ours: oneDNN reorders it once, and then reads it faster.
+
+    The reordered tensor takes the place of the parameter's memory.
+    """
+
+    _reordered: torch.Tensor | None = None  # opaque; None while tensors are loaded
+
+    def load(self, shard: WeightShard, source: WeightSource) -> None:
+        self.unpack()
+        super().load(shard, source)
+
+    def finish_loading(self) -> None:
+        self.pack()
+
+    def unpack(self) -> None:
+        if self._reordered is not None:
+            self.weight.data, self._reordered = self._reordered.to_dense(), None
+
+    def pack(self) -> None:
+        if self._reordered is None:
+            self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, None)
+            self.weight.data = self.weight.new_empty(0)
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        assert _onednn_linear is not None
+        product: torch.Tensor = _onednn_linear(x, self._reordered, bias, "none", [], "")
+        return product
+
+    def apply_and_add(
+        self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.apply(x, bias), residual
+
+    def dense(self) -> torch.Tensor:
+        return self.weight if self._reordered is None else self._reordered.to_dense()
+
+
+def can_reorder(shape: tuple[int, ...], options: WeightOptions) -> bool:
+    """Whether oneDNN multiplies such a weight faster once it is reordered."""
+    if options.device.type != "cpu" or options.deterministic or isa.has_kernels() or _onednn_linear is None:
+        return False
+    if options.dtype == torch.float32:
+        fast = shape[0] * shape[1] >= ONEDNN_NUMEL
+    else:
+        fast = options.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
 def dense_method(
-    shape: tuple[int, ...], options: WeightOptions
+    shape: tuple[int, ...], options: WeightOptions, kind: Kind | None = None
 ) -> UnquantizedLinearMethod | PackedLinearMethod:
-    """A new method for a weight in the model's dtype, the one that suits this device."""
-    return PackedLinearMethod() if can_pack(shape, options) else UnquantizedLinearMethod()
+    """A new method for a weight in the model's dtype, the one that suits this device. kind: None within
+    another method."""
+    if can_pack(shape, options):
+        return PackedLinearMethod()
+    by_product = kind in ("linear", "lm_head")  # embeddings are read by rows
+    return (
+        ReorderedLinearMethod() if by_product and can_reorder(shape, options) else UnquantizedLinearMethod()
+    )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.layers.weights import finish_loading, weight_slots
+from nanovllm.layers.weights import finish_loading, methods, weight_slots
 from nanovllm.runner.model_runner import ModelRunner
 
 WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
@@ -104,6 +104,8 @@ class ResidentModelRunner(ModelRunner):
         self.device.empty_cache()
 
     def _free_weights(self, copies: bool) -> None:
+        for _, method in methods(self.model):
+            method.unpack()
         storages = [parameter.untyped_storage() for parameter in self.model.parameters()]
         for storage in {storage.data_ptr(): storage for storage in storages}.values():
             num_bytes = storage.nbytes()
@@ -147,6 +149,8 @@ class ResidentModelRunner(ModelRunner):
                 parameter.zero_()  # some have padding rows, which no checkpoint fills
             self.load_weights()
             self.calibrate_kv_cache()
+        for _, method in methods(self.model):
+            method.pack()
         self._freed.clear()
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

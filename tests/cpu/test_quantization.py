@@ -13,10 +13,17 @@ from test_models import PROMPT, forward, load
 from tiny_models import edit_json, write_tiny_model
 from torch import nn
 
-from nanovllm.models.weights import init_dummy_weights
+from nanovllm import isa
+from nanovllm.models.weights import init_dummy_weights, load_weights
 from nanovllm.quantization.base import Kind, LinearMethod, WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.registry import QUANTIZATIONS
-from nanovllm.quantization.unquantized import ONEDNN_NUMEL, QuantConfig, torch_linear
+from nanovllm.quantization.unquantized import (
+    ONEDNN_NUMEL,
+    QuantConfig,
+    ReorderedLinearMethod,
+    dense_method,
+    torch_linear,
+)
 
 
 class Int8LinearMethod(LinearMethod):
@@ -100,6 +107,49 @@ def test_which_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> No
     assert taken == [1]
     inside.replace_onednn(monkeypatch, lambda product: None)  # a torch without it
     torch.testing.assert_close(torch_linear(x, large, None), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_weights_that_onednn_reorders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernels for this CPU: the same logits, and further loads."""
+    folder = write_tiny_model(tmp_path, "llama", intermediate_size=2**14, tie_word_embeddings=True)
+    expected = forward(load(folder), PROMPT)
+    monkeypatch.setattr(isa, "level", lambda: "torch")
+    model = load(folder)
+    assert isinstance(model.model.layers[0].mlp.down_proj.method, ReorderedLinearMethod)
+    assert not isinstance(model.model.embed_tokens.method, ReorderedLinearMethod)  # read by rows
+    logits = forward(model, PROMPT)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    init_dummy_weights(model, 0)
+    assert not torch.equal(forward(model, PROMPT), logits)
+    load_weights(model, folder)
+    assert torch.equal(forward(model, PROMPT), logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reordered_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of rows, a bias and a residual; the weight is there as it was loaded, part by part."""
+    monkeypatch.setattr(isa, "level", lambda: "torch")
+    shape, layer = (1023, 515), nn.Module()
+    options = WeightOptions(dtype, torch.device("cpu"))
+    method = dense_method(shape, options, "linear")
+    assert isinstance(method, ReorderedLinearMethod)
+    weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
+    parts = [WeightShard.rows((rows, shape[1]), offset) for rows, offset in ((500, 0), (523, 500))]
+    method.create(layer, shape, parts, options)
+    for part, rows in zip(parts, weight.split([500, 523]), strict=True):
+        method.load(part, rows)
+    method.finish_loading()
+    assert torch.equal(method.dense(), weight) and layer.weight.numel() == 0
+    method.load(parts[1], weight[:523])
+    method.finish_loading()
+    weight[500:] = weight[:523].clone()
+    assert torch.equal(method.dense(), weight)
+    bound = 1e-2 if dtype == torch.bfloat16 else 1e-4
+    for x in (torch.randn(*each, shape[1]).to(dtype) for each in ((0,), (1,), (37,), (2, 3))):
+        exact = nn.functional.linear(x.double(), weight.double(), bias.double())
+        torch.testing.assert_close(method.apply(x, bias).double(), exact, rtol=bound, atol=0.1 * bound * 23)
+    term, rest = method.apply_and_add(x[0], torch.ones(3, shape[0], dtype=dtype), bias)
+    assert rest is not None and torch.equal(term, method.apply(x[0], bias)) and bool((rest == 1).all())
 
 
 class Int8Everywhere(Int8Config):
