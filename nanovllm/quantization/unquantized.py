@@ -180,10 +180,9 @@ def dense_method(
     another method."""
     if can_pack(shape, options):
         return PackedLinearMethod()
-    by_product = kind in ("linear", "lm_head")  # embeddings are read by rows
-    return (
-        ReorderedLinearMethod() if by_product and can_reorder(shape, options) else UnquantizedLinearMethod()
-    )
+    if kind in ("linear", "lm_head") and can_reorder(shape, options):  # embeddings are read by rows
+        return ReorderedLinearMethod()
+    return UnquantizedLinearMethod()
 
 
 @dataclass(frozen=True)
