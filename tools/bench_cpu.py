@@ -4,6 +4,7 @@
     python -m tools.bench_cpu openvino FOLDER      # of optimum-cli export openvino -m MODEL FOLDER
     python -m tools.bench_cpu llama_cpp FILE.gguf  # one sequence only
     python -m tools.bench_cpu vllm MODEL --option dtype=bfloat16
+    python -m tools.bench_cpu transformers MODEL --option dtype=bfloat16  # one padded batch
 
 Prompts are common words, one token each in most vocabularies, with a fixed seed; temperature 0.6, and every
 answer has its full length. `long` counts words of prompts instead. Run engines in turn, on an idle machine.
@@ -104,11 +105,29 @@ def llama_cpp_engine(model: str, options: dict[str, Any]) -> Generate:
     return generate
 
 
+def transformers_engine(model: str, options: dict[str, Any]) -> Generate:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    llm = AutoModelForCausalLM.from_pretrained(model, **options)
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+
+    @torch.inference_mode()
+    def generate(prompts: list[str], tokens: int) -> None:
+        batch = tokenizer(prompts, return_tensors="pt", padding=True)
+        exact = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        llm.generate(**batch, **exact, do_sample=True, temperature=TEMPERATURE, top_k=0)
+
+    return generate
+
+
 ENGINES: dict[str, Callable[[str, dict[str, Any]], Generate]] = {
     "nanovllm": nanovllm_engine,
     "openvino": openvino_engine,
     "llama_cpp": llama_cpp_engine,
     "vllm": vllm_engine,
+    "transformers": transformers_engine,
 }
 
 

@@ -18,10 +18,13 @@ def test_the_prompts_are_fixed() -> None:
     assert min(lengths) >= 16 and max(lengths) <= 120 and len(set(lengths)) > 30
 
 
-def test_it_measures_nanovllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ["nanovllm", "transformers"])
+def test_it_measures(
+    engine: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(bench_cpu.WORKLOADS, "mixed", bench_cpu.Work(5, 2, 4, 6))
-    options = ["--option", "max_num_seqs=4", "--option", "dtype=float32"]
-    bench_cpu.main(["nanovllm", str(demo_model_path()), "--only", "mixed", "--runs", "2", *options])
+    options = ["--option", "dtype=float32"]
+    bench_cpu.main([engine, str(demo_model_path()), "--only", "mixed", "--runs", "2", *options])
     printed = capsys.readouterr().out
     assert "start of the engine" in printed
     assert re.search(r"^mixed  \d+\.\d / \d+\.\d tokens/s$", printed, re.M)
