@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import inside
+import numpy as np
 import pytest
 import torch
 from checked_llm import CheckedLLM
@@ -30,8 +31,9 @@ def spoil_free_blocks(llm: CheckedLLM, patch: pytest.MonkeyPatch) -> list[int]:
         runner.kv_cache[:, :, free] = torch.nan
         for layer in runner.model.attention_layers:
             if not layer.windowed:
-                for part in [part for part in pool.free_parts if not cached[part]]:
-                    layer.cache.k[part] = layer.cache.v[part] = torch.nan
+                parts = np.array([part for part in pool.free_parts if not cached[part]], np.int32)
+                blocks = runner.layout.blocks_of(parts, False, pool.num_slabs)
+                layer.cache.k[blocks] = layer.cache.v[blocks] = torch.nan
         counts.append(len(free))
         return launch(batch)
 

@@ -64,6 +64,34 @@ MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": (
+        transformers.Gemma4TextConfig,
+        transformers.Gemma4ForCausalLM,
+        {
+            **{"head_dim": 12, "global_head_dim": 16, "num_global_key_value_heads": 1, "sliding_window": 6},
+            **{"attention_k_eq_v": True, "final_logit_softcapping": 3.0, "tie_word_embeddings": True},
+            **{"num_hidden_layers": 6, "layer_types": [_SLIDING, _SLIDING, _FULL] * 2},
+            **{"hidden_size_per_layer_input": 0, "pad_token_id": None},
+            "rope_parameters": {
+                _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.4, "rope_theta": 300.0},
+                _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gemma4-small": (
+        transformers.Gemma4TextConfig,
+        transformers.Gemma4ForCausalLM,
+        {
+            **{"head_dim": 12, "global_head_dim": 16, "sliding_window": 6, "num_hidden_layers": 7},
+            **{"layer_types": [*[_SLIDING] * 4, _FULL, _SLIDING, _FULL], "num_kv_shared_layers": 2},
+            **{"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 99, "pad_token_id": None},
+            **{"use_double_wide_mlp": True, "tie_word_embeddings": True},
+            "rope_parameters": {
+                _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 300.0},
+                _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, {}),
     "olmo3": (
         transformers.Olmo3Config,
@@ -195,6 +223,9 @@ def write_tiny_model(
         for name, parameter in model.named_parameters():
             is_norm = name.endswith("norm.weight") or "layernorm" in name
             parameter.normal_(1.0 if is_norm else 0.0, 0.2, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.2, generator=generator)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

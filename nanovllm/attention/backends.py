@@ -55,6 +55,7 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     block_size_multiple = 16
     default_block_size = 256
+    head_dims = range(8, 513, 8)
     features = frozenset(FEATURES)
     window_tile = 128  # the most keys of a tile
 

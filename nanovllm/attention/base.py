@@ -36,6 +36,7 @@ class AttentionSpec:
     sinks: bool = False  # a learned score for each head, which takes weight and adds nothing (gpt-oss)
     qk_norm: Literal["head", "all"] | None = None  # RMSNorm over each head (Qwen3), or over all (OLMo 2)
     rope: RopeConfig | None = None  # None: queries and keys are not rotated
+    v_from_k: bool = False  # values are the keys' projection, before norm and rope: there is no v_proj
     kv_from: int | None = None  # an earlier layer whose keys and values it reads, with none of its own
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ class CPUBackend(AttentionBackend):
     name = "cpu"
     block_size_multiple = 1
     default_block_size = 64
+    head_dims = range(8, 513, 8)
     features = frozenset(FEATURES)
     heads_first = True
 

@@ -21,6 +21,7 @@ _REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 LARGEST = 2.0**31  # settings and positions are below
 
@@ -43,7 +44,9 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()  # longrope: of each pair of elements, up to the training length
     long_factor: tuple[float, ...] = ()  # the same beyond
-    rotary_share: float = 1.0  # of a head's elements, the first ones; the others are not rotated
+    # Of a head's elements, the first ones; the others are not rotated. With "proportional" the first ones of
+    # each half, with the frequencies of whole heads.
+    rotary_share: float = 1.0
     interleaved: bool = False  # rotates neighbouring elements, and not those of the two halves
 
     @classmethod
@@ -137,7 +140,9 @@ class RopeConfig:
         return stated  # llama3 and longrope state the scaled length
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many elements of a head are rotated."""
+        """How many elements of a head are rotated, by angle 0 or another."""
+        if self.rope_type == "proportional":
+            return head_dim
         rotary = int(head_dim * self.rotary_share)
         if rotary % 2 or rotary < 2:
             raise ValueError(f"rope must rotate an even number of elements of a head, not {rotary}")
@@ -180,7 +185,9 @@ def _frequencies(config: RopeConfig, head_dim: int, longest: int) -> torch.Tenso
                 f"rope type 'longrope' needs {head_dim // 2} factors, and the config has {len(factors)}"
             )
         return 1.0 / (torch.tensor(factors) * config.theta ** _exponents(head_dim))
-    if config.rope_type == "linear":
+    if config.rope_type == "proportional":
+        frequencies[int(config.rotary_share * head_dim // 2) :] = 0
+    if config.rope_type in ("linear", "proportional"):
         return frequencies / config.factor
     if config.rope_type == "llama3":
         return _llama3_frequencies(config, frequencies)

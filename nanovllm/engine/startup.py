@@ -222,21 +222,18 @@ def usable_length(config: Config, model_config: ModelConfig, device: Device, max
     """`max_model_len`, or less: the most tokens that any KV cache of this device may hold, and on a CPU those
     whose tables take TABLE_BYTES. So no table is made for positions that nothing can use."""
     # Layers with a window need no more memory for longer sequences.
-    full = [spec.window is None for spec in model_config.up_to(max_model_len).attention]
-    repeats, rest = divmod(model_config.num_layers, len(full))
-    layers = repeats * sum(full) + sum(full[:rest])
-    heads = model_config.num_kv_heads
+    limited, ranks = model_config.up_to(max_model_len), config.tensor_parallel_size
+    values, most_values = limited.cached_values(ranks, far=True), limited.cached_values(ranks)
     dtype = device.resolve_dtype(config.dtype, model_config.dtype)
     item = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
-    own_heads = max(1, heads // config.tensor_parallel_size)
-    per_token = 2 * max(layers, 1) * own_heads * model_config.head_dim * item
-    num_bytes = device.memory()[1] if device.is_cuda else CPU_KV_CACHE_BYTES // config.tensor_parallel_size
+    num_bytes = device.memory()[1] if device.is_cuda else CPU_KV_CACHE_BYTES // ranks
     block = config.kvcache_block_size or _LARGEST_BLOCK
-    most = (config.kv_cache_memory_bytes or num_bytes) // per_token
+    most = (config.kv_cache_memory_bytes or num_bytes) // (max(values, 1) * item)
     if config.num_kvcache_blocks is not None:
-        most = config.num_kvcache_blocks * block * (model_config.num_layers // max(layers, 1))
-    most = most if layers else max_model_len
+        most = config.num_kvcache_blocks * block * (most_values // max(values, 1))
+    most = most if values else max_model_len
     if config.num_kvcache_blocks is None and not device.is_cuda:
-        tables = 24 * config.max_num_seqs // (config.kvcache_block_size or 16) + 12 * model_config.head_dim
+        widest = max(spec.head_dim for spec in model_config.attention)
+        tables = 24 * config.max_num_seqs // (config.kvcache_block_size or 16) + 12 * widest
         most = min(most, TABLE_BYTES // tables)  # block tables, and rope's with what computing it takes
     return min(max_model_len, most + block)  # a block more, so that an error names the cache as the limit

@@ -160,8 +160,7 @@ def _room(config: Config, device: Device, model: ModelConfig, sizes: tuple[int, 
     """About how many tokens the KV cache holds. sizes: bytes of the weights and of a cached value, and the
     longest sequence."""
     weights, item, longest = sizes
-    heads = max(1, model.num_kv_heads // config.tensor_parallel_size)
-    per_token = 2 * model.num_layers * heads * model.head_dim * item
+    per_token = model.cached_values(config.tensor_parallel_size) * item
     budget = config.kv_cache_memory_bytes
     if budget is None:
         budget = device.kv_cache_budget(config.gpu_memory_utilization, 0, weights)[0]

@@ -79,19 +79,20 @@ def _chunk(sequences: int, heads: Heads, invariant: bool, max_context_len: int) 
 class _Tiles(NamedTuple):
     """The tile sizes of one launch."""
 
-    block_n: int  # positions per tile: 16 KiB of keys, so that two tiles of three programs fit
+    block_n: int  # positions per tile: 16 KiB of keys, so that two tiles of three programs fit; at least 16
     warps: int
     stages: int
 
 
 def _tiles(heads: Heads, cell_size: int, chunk: int, programs: int, plain: bool, single: bool) -> _Tiles:
     """The tiles for `programs` programs per chunk. plain: tiles have `_HEAD_TILE` rows."""
-    block_n = min(128, (8192 if cell_size <= 2 else 4096) // heads.dim)
+    block_n = min(128, max(16, (8192 if cell_size <= 2 else 4096) // heads.dim))
     if single:
         block_n = min(chunk, 2 * block_n)
     # With an FP8 cache the warps of a program wait for each other more than for memory, so use one warp.
     if heads.step == 1 or heads.dim > 128 or not plain or chunk == _FEW_CHUNK:
-        return _Tiles(block_n, 4, 3)
+        stages = 3 if heads.dim <= 256 else 2 if cell_size <= 2 else 1
+        return _Tiles(block_n, 4, stages)
     if programs >= _MANY_PROGRAMS:
         return _Tiles(max(16, block_n // 4), 1, 4)
     return _Tiles(block_n, 2, 3)

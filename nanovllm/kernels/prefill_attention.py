@@ -51,6 +51,8 @@ class Tiles(NamedTuple):
 # For heads of more than 128 elements of 16 bits: 739 against 820 us for 8,192 tokens of 8/4 heads of 256 on
 # an H100; with a window of 1,024 the smaller ones take 328 us, and these 372.
 _LARGE, _LARGE_IN_WINDOW = Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2)
+# For heads of more than 256 elements (Gemma 4): keys and values of a tile take up to 64 KiB.
+_WIDEST, _WIDEST_IN_FEW_BYTES = Tiles(64, 32, 8, 2), Tiles(32, 16, 4, 2)
 # For heads of 65 to 128 elements of 16 bits. LONG has one program per multiprocessor. They round differently.
 SHORT = Tiles(64, 32, 4, 3)
 WIDE = Tiles(64, 64, 4, 3)
@@ -75,6 +77,9 @@ def _tiles(
     fp8, page = k_cache.dtype == FP8, k_cache.shape[1]
     if q.element_size() == 4:  # no tensor cores at full precision
         return Tiles(32 if head_dim <= 128 else 16, 16, 4, 3)
+    if head_dim > 256:
+        fits = _WIDEST.bytes(512, 2, 2, 1) + 2048 <= shared_memory(q.device)
+        return _WIDEST if fits else _WIDEST_IN_FEW_BYTES
     if head_dim > 128 and fp8:
         return Tiles(64, 64, 4, 2)
     if head_dim > 128:

@@ -89,7 +89,9 @@ class QKVParallelLinear(_PackedColumnLinear):
         num_kv_heads: int,
         tp: TPGroup,
         bias: bool = False,
+        values: bool = True,
     ) -> None:
+        """values: False leaves out v_proj."""
         if not can_split_heads(num_heads, num_kv_heads, tp.size):
             sizes = [n for n in range(1, num_heads + 1) if can_split_heads(num_heads, num_kv_heads, n)]
             raise ValueError(
@@ -101,13 +103,15 @@ class QKVParallelLinear(_PackedColumnLinear):
         q = num_heads * head_dim, tp.rank * own_heads * head_dim, own_heads * head_dim
         first_kv_head = tp.rank * num_kv_heads // tp.size
         kv = num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim
-        super().__init__(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias)
+        rows = {"q_proj": q, "k_proj": kv} | ({"v_proj": kv} if values else {})
+        super().__init__(hidden_size, rows, bias)
         self.num_heads = own_heads
         self.num_kv_heads = kv_heads
         self.head_dim = head_dim
 
     def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """qkv [T, n] -> views q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
+        """qkv [T, n] -> views q [T, num_heads, head_dim], k and, if there is one, v [T, num_kv_heads,
+        head_dim]."""
         return tuple(x.unflatten(-1, (-1, self.head_dim)) for x in qkv.split(self.output_sizes, dim=-1))
 
 

@@ -27,6 +27,7 @@ class Step(NamedTuple):
     positions: torch.Tensor  # [T] within their sequences
     meta: AttentionMetadata
     halves: tuple[Step, ...] = ()  # the same tokens in two parts, if the step runs in halves
+    layer_inputs: torch.Tensor | None = None  # [T, layers, size], of models whose layers have inputs
 
     @classmethod
     def of(cls, positions: torch.Tensor, meta: StepMetadata) -> Step:
@@ -34,6 +35,12 @@ class Step(NamedTuple):
             return cls(positions, meta)
         parts = positions.split([len(half.slot_mapping) for half in meta.halves])
         return cls(positions, meta, tuple(map(cls, parts, meta.halves)))
+
+    def with_layer_inputs(self, inputs: torch.Tensor) -> Step:
+        """The same, in both halves too."""
+        parts = inputs.split([len(half.positions) for half in self.halves]) if self.halves else ()
+        halves = (half._replace(layer_inputs=part) for half, part in zip(self.halves, parts, strict=True))
+        return self._replace(halves=tuple(halves), layer_inputs=inputs)
 
 
 # Attention, an MLP, a mixture of experts: norm(x) [T, hidden_size] -> a term of the stream, this rank's part
@@ -73,7 +80,7 @@ def _added(
     if keep is not None:
         term, total = term[keep], total[keep]
     if after is not None:
-        return Stream(after(Stream(_value(term))).tensor(), total, summed=True)
+        return after.added(_value(term), total)
     return Stream(*term.added_to(total)) if isinstance(term, Product) else Stream(term, total)
 
 
@@ -204,6 +211,10 @@ class RMSNorm(WeightLayer):
                 )
             term = self.tp.all_reduce(term)
         return Normed(term, residual, self.weight, self.eps)
+
+    def added(self, term: torch.Tensor, total: torch.Tensor) -> Stream:
+        """The stream `total` plus the norm of a block's term; a family may compute more."""
+        return Stream(self(Stream(term)).tensor(), total, summed=True)
 
     def start(self, term: torch.Tensor, residual: torch.Tensor, whole: bool) -> PendingSum:
         """Start norm(the sum of `term` over the ranks + residual). At most two may be in progress; see

@@ -83,6 +83,7 @@ class ModelConfig:
     packed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     prefixes: Mapping[str, str | None] = field(default_factory=dict)  # of tensors: replaced; None: left out
     layer: Callable[..., Any] | None = None  # (config, index, build) -> a layer; None: `DecoderLayer`
+    layer_inputs: Callable[..., Any] | None = None  # (config, build) -> what makes an input of each layer
     moe: MoESpec | None = None  # of a mixture of experts
     max_model_len: int | None = None  # maximum tokens of a sequence in the engine; None: without an engine
 
@@ -93,19 +94,19 @@ class ModelConfig:
                 f"width {self.moe.shared_width}, give weights that no memory holds"
             )
         for layer, spec in enumerate(self.attention):
-            for name in ("num_kv_heads", "head_dim"):
-                own, first = getattr(spec, name), getattr(self, name)
-                if own != first:
-                    raise ValueError(
-                        f"layer {layer} has {name}={own}, and layer 0 has {first}; the KV cache needs the "
-                        "same in all layers"
-                    )
             source = spec.kv_from
             if source is not None and (source not in range(layer) or self.spec(source).kv_from is not None):
                 raise ValueError(
                     f"layer {layer} has kv_from={source}, which must be an earlier layer with keys and "
                     "values of its own"
                 )
+            for name in ("num_kv_heads", "head_dim"):
+                own, other = getattr(spec, name), getattr(spec if source is None else self.spec(source), name)
+                if own != other:
+                    raise ValueError(
+                        f"layer {layer} has {name}={own}, and layer {source}, whose keys and values it "
+                        f"reads, has {other}"
+                    )
 
     def spec(self, layer: int) -> AttentionSpec:
         """What the attention of a layer computes."""
@@ -123,11 +124,25 @@ class ModelConfig:
 
     @property
     def num_kv_heads(self) -> int:
+        """KV heads of the first layer."""
         return self.attention[0].num_kv_heads
 
     @property
     def head_dim(self) -> int:
+        """Elements of a head of the first layer."""
         return self.attention[0].head_dim
+
+    def cached_values(self, ranks: int = 1, far: bool = False) -> int:
+        """Elements of a token's keys and values in the cache of one of `ranks` ranks; far: only those of
+        layers without a window."""
+        each = [
+            2 * spec.of_rank(ranks).num_kv_heads * spec.head_dim
+            if spec.kv_from is None and not (far and spec.window is not None)
+            else 0
+            for spec in self.attention
+        ]
+        repeats, rest = divmod(self.num_layers, len(each))
+        return repeats * sum(each) + sum(each[:rest])
 
     @property
     def longest(self) -> int:
@@ -225,7 +240,13 @@ class ModelFamily:
                 f"whose checkpoints hold several projections as one ({', '.join(config.packed)}); use its "
                 "FP8, bfloat16 or float16 checkpoint"
             )
-        return replace(config, architecture=architecture, eos_token_ids=stop, layer=self.layer, quant=quant)
+        return replace(
+            config,
+            architecture=architecture,
+            eos_token_ids=stop,
+            layer=config.layer or self.layer,
+            quant=quant,
+        )
 
     def text_config(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of config.json that describes the decoder."""

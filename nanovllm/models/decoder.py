@@ -79,7 +79,7 @@ class Attention(WeightLayer):
         self.cache = KVCache(torch.empty(0), torch.empty(0))
         if spec.kv_from is None:
             heads = head_dim, spec.num_heads, spec.num_kv_heads
-            self.qkv_proj = QKVParallelLinear(hidden_size, *heads, tp, config.qkv_bias)
+            self.qkv_proj = QKVParallelLinear(hidden_size, *heads, tp, config.qkv_bias, not spec.v_from_k)
         else:
             self.q_proj = MergedColumnParallelLinear(hidden_size, {"q_proj": size}, tp, config.qkv_bias)
         multiplier = config.residual_multiplier
@@ -100,6 +100,11 @@ class Attention(WeightLayer):
             shard = WeightShard("sinks", None, (spec.num_heads,), 0, tp.rank * own, own, 0)
             self.declare((own,), [shard])
 
+    def project(self, x: Normed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [T, hidden_size] -> q, k, v [T, heads, head_dim], before norm and rope."""
+        q, k, *values = self.qkv_proj.split_heads(self.qkv_proj(x))
+        return q, k, values[0] if values else k
+
     def forward(self, x: Normed, step: Step) -> Product:
         """x [T, hidden_size] -> a term of the stream, of the same shape.
 
@@ -111,7 +116,7 @@ class Attention(WeightLayer):
             x.weight if isinstance(x, RMSNorm) else None for x in (self.q_norm, self.k_norm)
         )
         if spec.kv_from is None:
-            q, k, v = self.qkv_proj.split_heads(self.qkv_proj(x))
+            q, k, v = self.project(x)
         else:
             q = k = v = self.q_proj(x).unflatten(-1, (-1, spec.head_dim))
         q = self.q_norm(q) if isinstance(self.q_norm, HeadsNorm) else q
@@ -186,6 +191,7 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, tied)
         self.layers = nn.ModuleList(layer(config, index, build) for index in range(config.num_layers))
         self.norm = layer_norm(config, tp)
+        self.layer_inputs = None if config.layer_inputs is None else config.layer_inputs(config, build)
 
 
 class DecoderForCausalLM(nn.Module):
@@ -244,6 +250,8 @@ class DecoderForCausalLM(nn.Module):
         embedded = self.model.embed_tokens(input_ids)
         if self.config.embedding_multiplier != 1.0:  # rounded as the embedding is
             embedded = embedded * torch.tensor(self.config.embedding_multiplier, dtype=embedded.dtype).item()
+        if self.model.layer_inputs is not None:
+            step = step.with_layer_inputs(self.model.layer_inputs(input_ids, embedded))
         x: AnyStream = begin(embedded, step)
         last = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):

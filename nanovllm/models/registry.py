@@ -17,6 +17,7 @@ from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.ernie import ERNIE
 from nanovllm.models.exaone4 import EXAONE4
 from nanovllm.models.gemma import GEMMA2, GEMMA3
+from nanovllm.models.gemma4 import GEMMA4
 from nanovllm.models.gguf import GGUFCheckpoint
 from nanovllm.models.glm import GLM, GLM4
 from nanovllm.models.gpt_oss import GPT_OSS
@@ -43,6 +44,8 @@ _FAMILIES: dict[str, ModelFamily] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3,
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": GEMMA4,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
     "Phi3ForCausalLM": PHI3,

@@ -43,17 +43,21 @@ class Cost:
     layer_itemsize: float | None = None  # bytes of a weight of the layers; None: as that of the LM head
     layer_speed: float = 1.0  # of their products, relative to those of the LM head
     expert_itemsize: float | None = None  # bytes of a weight of the experts; None: as that of the LM head
-    windows: tuple[tuple[int, float], ...] = ()  # each with its share of the layers; the others have none
+    windows: tuple[tuple[int, float], ...] = ()  # each with its share of K and V; the rest has none
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int, kv_itemsize: int) -> Cost:
         """The sizes of a model. itemsize, kv_itemsize: bytes of an element of the weights and of K/V."""
         c, moe = config, config.moe
-        attention = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
+        specs = [c.spec(layer) for layer in range(c.num_layers)]
+        values = [0 if spec.kv_from is not None else 2 * spec.num_kv_heads * spec.head_dim for spec in specs]
+        queries = sum(spec.num_heads * spec.head_dim for spec in specs)
         kinds = [] if moe is None else moe.kinds(c.num_layers)
         sparse = sum(count for kind, count in kinds if kind.has_experts(0))
         mlps = (c.num_layers - sparse) * 3 * c.hidden_size * c.intermediate_size
-        windows = Counter(c.spec(layer).window for layer in range(c.num_layers))
+        windows: Counter[int | None] = Counter()
+        for spec in specs:  # layers weigh as much as their keys and values
+            windows[spec.window] += spec.num_kv_heads * spec.head_dim
         experts: dict[str, int] = {}
         if moe is not None:
             each = sparse * 3 * c.hidden_size * moe.width
@@ -61,15 +65,15 @@ class Cost:
             shared = 0 if moe.shared_width is None else 1 + 3 * moe.shared_width
             mlps += moe.top_k * each + sparse * c.hidden_size * (moe.num_experts + shared)
         return cls(
-            layer_params=c.num_layers * attention + mlps,
+            layer_params=(2 * queries + sum(values)) * c.hidden_size + mlps,
             head_params=c.vocab_size * c.hidden_size,
-            kv_bytes=2 * c.num_layers * c.num_kv_heads * c.head_dim * kv_itemsize,
-            pair_flops=4 * c.num_layers * c.num_heads * c.head_dim,
+            kv_bytes=sum(values) * kv_itemsize,
+            pair_flops=4 * queries,
             itemsize=itemsize,
             layer_itemsize=config.quant.itemsize,
             layer_speed=config.quant.speed,
             expert_itemsize=config.quant.expert_itemsize,
-            windows=tuple((size, count / c.num_layers) for size, count in windows.items() if size),
+            windows=tuple((size, part / windows.total()) for size, part in windows.items() if size),
             **experts,
         )
 

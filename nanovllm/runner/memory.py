@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import lcm, prod
 
 import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionSpec
-from nanovllm.batch import Batch, StepKind, greedy
+from nanovllm.batch import PADDING, Batch, StepKind, greedy
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.errors import KVCacheMemoryError
@@ -146,19 +146,31 @@ _MOST_UNUSED = 0.25  # of a block's memory; beyond it all layers keep the blocks
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How layers share the cache [2, layers, num_blocks, block_size, KV heads, head_dim].
+    """How layers share the cache [2, layers, num_blocks, block_size * cell], which is contiguous.
 
-    Layers with a window and the others have blocks of their own if both kinds exist. A block of the first
-    takes one block of the cache in `layers` layers. For the others the memory of these layers holds `parts`
-    blocks: with num_blocks * parts blocks, their layers are fewer.
+    Layers with a window and the others have blocks of their own if both kinds exist. Then block i of the
+    first and `parts` blocks of the others take the same memory, [:, :, i], which is a slab of the pool. Each
+    layer sees an ordinary contiguous cache [blocks, block_size, KV heads, head_dim]; where layers of both
+    kinds have other sizes, their blocks have other numbers there than in the pool: see `blocks_of`.
     """
 
     layers: int  # of the cache
+    cell: int  # elements of a position in a layer of the cache
+    sizes: tuple[int, ...]  # of each attention layer: KV heads * head_dim; 0: it reads those of another layer
     windowed: tuple[
         bool, ...
     ]  # of each attention layer: whether its blocks are those of layers with a window
     parts: int | None = None  # None: all layers have the same blocks
     reach: int | None = None  # positions that layers with a window may read; None: no block can be freed
+    pieces: tuple[int, int] = 1, 1  # blocks without and with a window in a block of a layer of the cache
+
+    @classmethod
+    def plain(cls, specs: Sequence[AttentionSpec]) -> CacheLayout:
+        """All layers have the same blocks, and keep them."""
+        sizes = tuple(0 if spec.kv_from is not None else spec.num_kv_heads * spec.head_dim for spec in specs)
+        own = [size for size in sizes if size]
+        layers, cell = (len(own), own[0]) if len({*own}) == 1 else (1, sum(own))
+        return cls(layers, cell, sizes, (False,) * len(specs))
 
     @classmethod
     def of(cls, specs: Sequence[AttentionSpec], block_size: int, tile: int) -> CacheLayout:
@@ -169,7 +181,7 @@ class CacheLayout:
             for owner in owners
         }
         near = {owner for owner, found in windows.items() if None not in found}
-        one = cls(len(windows), (False,) * len(specs))
+        one = cls.plain(specs)
         if not near:
             return one
         reach = max(window for owner in near for window in windows[owner] if window is not None)
@@ -177,17 +189,48 @@ class CacheLayout:
         others = len(windows) - len(near)
         if not others:
             return replace(one, reach=reach)
+        kinds = [{one.sizes[owner] for owner in owners if (owner in near) == kind} for kind in (True, False)]
+        if max(map(len, kinds)) > 1:  # a kind whose layers differ has no common block
+            return one
+        [near_size], [other_size] = kinds
+        cell = lcm(near_size, other_size)
+        near_layers = -(-len(near) // (cell // near_size))  # of the cache
 
         def unused(layers: int) -> float:
-            return max(layers - len(near), layers % others) / layers
+            return max((layers * cell - len(near) * near_size) / (layers * cell), layers % others / layers)
 
-        layers = min(range(max(len(near), others), len(near) + others), key=unused)
+        layers = min(range(max(near_layers, others), near_layers + others), key=unused)
         if unused(layers) > _MOST_UNUSED:
             return one
-        return cls(layers, tuple(owner in near for owner in owners), layers // others, reach)
+        pieces = cell // other_size, cell // near_size
+        windowed = tuple(owner in near for owner in owners)
+        return cls(layers, cell, one.sizes, windowed, layers // others * pieces[0], reach, pieces)
 
-    def shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        return 2, self.layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim
+    def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return 2, self.layers, num_blocks, block_size * self.cell
+
+    def blocks_of(self, numbers: np.ndarray, windowed: bool, slabs: int) -> np.ndarray:
+        """Block numbers of the pool, of `slabs` slabs, as those of each layer of a kind; PADDING stays.
+
+        A block of layers with a window has the number of its slab in the pool.
+        """
+        pieces = np.int32(self.pieces[windowed])
+        if pieces == 1:
+            return numbers
+        part, slab = (np.zeros_like(numbers), numbers) if windowed else np.divmod(numbers, np.int32(slabs))
+        inside = (part // pieces * np.int32(slabs) + slab) * pieces + part % pieces
+        return np.where(numbers == PADDING, numbers, inside)
+
+    def numbered(self, batch: Batch, slabs: int) -> Batch:
+        """A batch with block numbers of the pool as one with those of layers."""
+        if self.pieces == (1, 1):
+            return batch
+        assert batch.window_tables is not None, "there are two kinds of layers"
+        return replace(
+            batch,
+            block_tables=self.blocks_of(batch.block_tables, False, slabs),
+            window_tables=self.blocks_of(batch.window_tables, True, slabs),
+        )
 
     def most_blocks(self, sequences: int, longest: int, chunk: int, block_size: int) -> int:
         """More blocks than these are of no use to so many sequences of `longest` tokens."""
@@ -198,37 +241,51 @@ class CacheLayout:
         others = 0 if self.parts is None else -(-blocks // self.parts)
         return sequences * (others + windowed)
 
+    def places(self, slabs: int) -> list[tuple[int, int]]:
+        """Where the keys of each attention layer lie in those of a cache of `slabs` blocks: the first element
+        and the number of elements, both for a block of one position."""
+        places, seen = [], [0, 0]
+        near_pieces, span = self.pieces[True], self.cell * slabs
+        layers = (self.parts or 0) // self.pieces[False]  # of the cache, for each layer without a window
+        for index, (size, near) in enumerate(zip(self.sizes, self.windowed, strict=True)):
+            number = seen[near]
+            seen[near] += size > 0
+            if self.parts is None:
+                places.append((sum(self.sizes[:index]) * slabs, size * slabs))
+            elif near:  # each slab holds `near_pieces` of them, one after the other
+                start = number % near_pieces * size
+                places.append((number // near_pieces * span + start, max(0, span - start)))
+            else:
+                places.append((number * layers * span, layers * span))
+        return places
 
-def plain_layout(layers: Sequence[Attention]) -> CacheLayout:
-    """All layers have the same blocks, and keep them."""
-    own = sum(layer.spec.kv_from is None for layer in layers)
-    return CacheLayout(own, (False,) * len(layers))
 
+def attach(
+    layers: Sequence[Attention], kv_cache: torch.Tensor, layout: CacheLayout, heads_first: bool = False
+) -> None:
+    """Give every layer its part of a cache of this layout, instead of its current one.
 
-def attach(layers: Sequence[Attention], kv_cache: torch.Tensor, layout: CacheLayout) -> None:
-    """Give every layer its part of a cache of this layout, instead of its current one."""
-    parts = layout.parts or 1
-    memory = kv_cache[:, : kv_cache.shape[1] // parts * parts]
-    own = {
-        True: iter(zip(*kv_cache, strict=True)),
-        False: iter(zip(*memory.unflatten(1, (-1, parts)).flatten(2, 3), strict=True)),
-    }
-    for layer, windowed in zip(layers, layout.windowed, strict=True):
+    heads_first: a block's heads come before its positions in memory.
+    """
+    slabs, page = kv_cache.shape[2], kv_cache.shape[3] // layout.cell
+    memory = kv_cache.flatten(1)
+
+    def part(spec: AttentionSpec, keys: torch.Tensor, start: int, length: int) -> torch.Tensor:
+        heads, dim = spec.num_kv_heads, spec.head_dim
+        blocks = length // (heads * dim)
+        cells = keys[start * page :][: blocks * heads * dim * page]
+        if heads_first:
+            return cells.view(blocks, heads, page, dim).transpose(1, 2)
+        return cells.view(blocks, page, heads, dim)
+
+    for layer, windowed, place in zip(layers, layout.windowed, layout.places(slabs), strict=True):
         source = layer.spec.kv_from
-        k, v = layers[source].cache[:2] if source is not None else next(own[windowed])
+        if source is not None:
+            k, v = layers[source].cache[:2]
+        else:
+            k, v = (part(layer.spec, each, *place) for each in memory)
         layer.cache = layer.cache._replace(k=k, v=v)
         layer.windowed = windowed
-
-
-def empty_cache(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, heads_first: bool
-) -> torch.Tensor:
-    """An uninitialised cache of a layout's shape; heads_first: a view of memory where a block's heads come
-    before its positions."""
-    if not heads_first:
-        return torch.empty(shape, dtype=dtype, device=device)
-    *blocks, positions, heads, dim = shape
-    return torch.empty(*blocks, heads, positions, dim, dtype=dtype, device=device).transpose(3, 4)
 
 
 def scratch_in(kv_cache: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -239,20 +296,25 @@ def scratch_in(kv_cache: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtyp
     return kv_cache.flatten().view(torch.uint8)[:num_bytes].zero_().view(dtype).view(shape)
 
 
-def set_scales(layers: Sequence[Attention], kv_cache: torch.Tensor, dtype: torch.dtype) -> None:
-    """Set each layer's scales for a cache of `dtype`, per KV head, from the content of `kv_cache`.
+def set_scales(
+    layers: Sequence[Attention], contents: Sequence[tuple[torch.Tensor, ...]], dtype: torch.dtype
+) -> None:
+    """Set each layer's scales for a cache of `dtype`, per KV head, from `contents`, each layer's keys
+    and values.
 
     The largest value maps to a quarter of the largest value of `dtype`; later values beyond the range are
     clamped. Existing scales keep their addresses, which CUDA graphs hold.
     """
-    largest = kv_cache.float().abs().amax(dim=(2, 3, 5))  # [2, layers, KV heads]
-    scales = (largest / (torch.finfo(dtype).max / 4)).clamp(min=1e-6)
-    own = iter(zip(*scales, strict=True))
-    for layer in layers:
+    for layer, cells in zip(layers, contents, strict=True):
         source = layer.spec.kv_from
-        k_scale, v_scale = layers[source].cache[2:] if source is not None else next(own)
+        if source is not None:
+            k_scale, v_scale = layers[source].cache[2:]
+        else:
+            largest = (each.float().abs().amax(dim=(0, 1, 3)) for each in cells)
+            k_scale, v_scale = ((each / (torch.finfo(dtype).max / 4)).clamp(min=1e-6) for each in largest)
         if layer.cache.k_scale is None or layer.cache.v_scale is None:
             layer.cache = layer.cache._replace(k_scale=k_scale, v_scale=v_scale)
         else:
+            assert k_scale is not None and v_scale is not None, "an earlier layer has its scales"
             layer.cache.k_scale.copy_(k_scale)
             layer.cache.v_scale.copy_(v_scale)

@@ -49,9 +49,7 @@ from nanovllm.runner.memory import (
     CacheLayout,
     KVCacheSpace,
     attach,
-    empty_cache,
     equal_batch,
-    plain_layout,
     scratch_in,
     set_scales,
 )
@@ -137,23 +135,24 @@ class ModelRunner:
             return
         num_tokens = min(_CALIBRATION_TOKENS, self.max_model_len)
         layers, kept = self.model.attention_layers, self.kv_cache
-        layout = plain_layout(layers)
-        shape = layout.shape(self.spec, -(-num_tokens // self.block_size), self.block_size)
+        layout, self.layout = self.layout, CacheLayout.plain([layer.spec for layer in layers])
+        shape = self.layout.shape(-(-num_tokens // self.block_size), self.block_size)
         self.kv_cache = scratch_in(kept, shape, self.dtype)  # zeros: unwritten positions must not count
         caches = [layer.cache for layer in layers]
         for layer in layers:
             layer.cache = KVCache(*layer.cache[:2])  # without scales
-        attach(layers, self.kv_cache, layout)
+        attach(layers, self.kv_cache, self.layout)
         rng = np.random.default_rng(0)
         token_ids = rng.integers(self.model_config.vocab_size, size=num_tokens, dtype=np.int32)
         for start in range(0, num_tokens, self.config.max_num_batched_tokens):
             chunk = token_ids[start : start + self.config.max_num_batched_tokens]
             batch = self._equal_batch(StepKind.PREFILL, 1, len(chunk), start + len(chunk))
             self.run(replace(batch, token_ids=chunk))
-        for layer, cache, windowed in zip(layers, caches, self.layout.windowed, strict=True):
+        contents = [layer.cache[:2] for layer in layers]
+        for layer, cache, windowed in zip(layers, caches, layout.windowed, strict=True):
             layer.cache, layer.windowed = cache, windowed
-        set_scales(layers, self.kv_cache, self.cache_dtype)
-        self.kv_cache = kept
+        set_scales(layers, contents, self.cache_dtype)
+        self.kv_cache, self.layout = kept, layout
 
     def warmup_model(self) -> int:
         """Run the largest steps once; return the bytes that they need besides weights and KV cache."""
@@ -183,11 +182,12 @@ class ModelRunner:
 
     def _equal_batch(self, kind: StepKind, num_seqs: int, query_len: int, context_len: int) -> Batch:
         num_blocks = self.kv_cache.shape[2]
-        return equal_batch(kind, num_seqs, query_len, context_len, self.block_size, num_blocks)
+        batch = equal_batch(kind, num_seqs, query_len, context_len, self.block_size, num_blocks)
+        return replace(batch, window_tables=batch.block_tables) if self.layout.parts else batch
 
     def measure_kv_cache(self, reserve: int) -> KVCacheSpace:
         """Return the device's memory for the KV cache besides `reserve` bytes, and the size of a block."""
-        per_block = prod(self.layout.shape(self.spec, 1, self.block_size)) * self.cache_dtype.itemsize
+        per_block = prod(self.layout.shape(1, self.block_size)) * self.cache_dtype.itemsize
         ranks_here = 1 if self.device.is_cuda else self.tp.size
         held = max(self.device.tensor_bytes() - self._held_by_others, 0)
         share = self.config.gpu_memory_utilization
@@ -228,19 +228,18 @@ class ModelRunner:
         """
         layers = self.model.attention_layers
         self.forget_recorded()
-        self.kv_cache = torch.empty(self.layout.shape(self.spec, 0, self.block_size))
+        self.kv_cache = torch.empty(self.layout.shape(0, self.block_size))
         attach(layers, self.kv_cache, self.layout)  # frees the old cache
-        shape = self.layout.shape(self.spec, num_blocks, self.block_size)
+        shape = self.layout.shape(num_blocks, self.block_size)
         try:
-            kind = self.cache_dtype, self.device.torch
-            self.kv_cache = empty_cache(shape, *kind, self.backend.heads_first)
+            self.kv_cache = torch.empty(shape, dtype=self.cache_dtype, device=self.device.torch)
         except RuntimeError as error:
             size = prod(shape) * self.cache_dtype.itemsize / 2**30
             raise KVCacheMemoryError(
                 f"{self.device.torch} has no memory for a KV cache of {num_blocks} blocks, {size:.2f} GiB; "
                 "give LLM a smaller num_kvcache_blocks"
             ) from error
-        attach(layers, self.kv_cache, self.layout)
+        attach(layers, self.kv_cache, self.layout, self.backend.heads_first)
 
     @torch.inference_mode()
     def capture_cudagraph(self, progress: bool = False) -> None:
@@ -293,6 +292,7 @@ class ModelRunner:
 
         None if the sequences have rules: then call `draw` before the next launch.
         """
+        batch = self.layout.numbered(batch, self.kv_cache.shape[2])
         shared, replayed = None, None
         if batch.kind is StepKind.DECODE:
             shared = None if self.prefixes is None else self.prefixes.find(batch)

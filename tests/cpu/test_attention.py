@@ -274,7 +274,7 @@ def test_what_a_backend_cannot_compute_is_refused_by_name(
 
 def test_head_dims_are_refused_with_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonBackend, "unavailable", classmethod(lambda *_: None))
-    message = "it supports head_dim up to 256 in steps of 8, and head_dim is 260 in layer 0"
+    message = "it supports head_dim up to 512 in steps of 8, and head_dim is 260 in layer 0"
     with pytest.raises(ValueError, match=message):
         select("triton", CPU, torch.float32, (AttentionSpec(4, 2, 260),), torch.float32)
 
@@ -290,10 +290,13 @@ def test_a_spec_and_a_config_check_their_values() -> None:
     config = get_family("LlamaForCausalLM").model_config("X", {})
     for second, message in (
         (
-            replace(SPEC, head_dim=16),
-            "layer 1 has head_dim=16, and layer 0 has 8; the KV cache needs the same",
+            replace(SPEC, head_dim=16, kv_from=0),
+            "layer 1 has head_dim=16, and layer 0, whose keys and values it reads, has 8",
         ),
-        (replace(SPEC, num_kv_heads=4), "layer 1 has num_kv_heads=4, and layer 0 has 2; the KV cache"),
+        (
+            replace(SPEC, num_kv_heads=4, kv_from=0),
+            "layer 1 has num_kv_heads=4, and layer 0, whose keys and values it reads, has 2",
+        ),
         (
             replace(SPEC, kv_from=1),
             "layer 1 has kv_from=1, which must be an earlier layer with keys and values",

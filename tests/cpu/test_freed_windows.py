@@ -18,7 +18,7 @@ from nanovllm.batch import PADDING
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.runner.memory import CacheLayout
 
-WINDOWED = ("mistral-window", "gemma3", "gemma2", "olmo3", "phi3", "exaone4")
+WINDOWED = ("mistral-window", "gemma3", "gemma2", "olmo3", "phi3", "exaone4", "gemma4", "gemma4-small")
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 

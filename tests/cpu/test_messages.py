@@ -122,8 +122,8 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["'DeepseekV3ForCausalLM' is not supported, because it is a mixture of ex", FAMILIES, REGISTER],
     ),
     "Gemma": (
-        configured(architectures=["Gemma4ForCausalLM"]),
-        ["'Gemma4ForCausalLM' is not supported", FAMILIES, REGISTER],
+        configured(architectures=["Gemma3nForCausalLM"]),
+        ["'Gemma3nForCausalLM' is not supported", FAMILIES, REGISTER],
     ),
     "a vision model": (
         configured(architectures=["Qwen2_5_VLForConditionalGeneration"], vision_config={}),

@@ -49,6 +49,8 @@ def load(
     for layer in model.attention_layers:
         shape = (-(-max_model_len // BLOCK_SIZE), BLOCK_SIZE, layer.spec.num_kv_heads, layer.spec.head_dim)
         layer.cache = KVCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+        if layer.spec.kv_from is not None:
+            layer.cache = model.attention_layers[layer.spec.kv_from].cache
     return model
 
 

@@ -196,9 +196,7 @@ def test_long_answers_in_few_blocks(
     for keeps in (False, True):
         with monkeypatch.context() as patch:
             if keeps:
-                patch.setattr(
-                    CacheLayout, "of", lambda specs, *_: CacheLayout(len(specs), (False,) * len(specs))
-                )
+                patch.setattr(CacheLayout, "of", lambda specs, *_: CacheLayout.plain(specs))
             with make_tiny(folder, num_kvcache_blocks=90, **options | common) as llm:
                 if not keeps:
                     spoil_free_blocks(llm, patch)
