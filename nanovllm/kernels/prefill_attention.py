@@ -76,7 +76,7 @@ def _tiles(
     tokens, _, head_dim = q.shape
     fp8, page = k_cache.dtype == FP8, k_cache.shape[1]
     if q.element_size() == 4:  # no tensor cores at full precision
-        return Tiles(32 if head_dim <= 128 else 16, 16, 4, 3)
+        return Tiles(32 if head_dim <= 128 else 16, 16, 4, 3 if head_dim <= 256 else 2)
     if head_dim > 256:
         fits = _WIDEST.bytes(512, 2, 2, 1) + 2048 <= shared_memory(q.device)
         return _WIDEST if fits else _WIDEST_IN_FEW_BYTES

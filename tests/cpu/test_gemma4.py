@@ -231,3 +231,18 @@ def test_what_is_not_supported_is_refused_by_name(
     edit_json(folder / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         LLM(str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_prefill_in_two_halves(tmp_path: Path, family: str) -> None:
+    """Two ranks split a step of 2,048 tokens or more."""
+    folder = write_tiny_model(tmp_path, family)
+    prompts = [[2 + (7 * row + 3 * place) % 90 for place in range(50 + row)] for row in range(40)]
+    answers = []
+    for ranks in (1, 2):
+        options = {"tensor_parallel_size": ranks, "max_num_batched_tokens": 2200, "max_num_seqs": 40}
+        with make_tiny(folder, num_kvcache_blocks=600, max_model_len=128, **options) as llm:
+            outputs = llm.generate(prompts, replace(GREEDY, max_tokens=3), use_tqdm=False)
+            assert max(len(batch.token_ids) for batch in llm.batches) >= 2048
+            answers.append([each["token_ids"] for each in outputs])
+    assert answers[0] == answers[1]
