@@ -111,7 +111,7 @@ MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         transformers.Phi3Config,
         transformers.Phi3ForCausalLM,
         {
-            **{"num_attention_heads": 2, "sliding_window": 7, "original_max_position_embeddings": 8},
+            **{"hidden_size": 64, "sliding_window": 7, "original_max_position_embeddings": 8},
             "rope_parameters": {
                 **{"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75},
                 **{"short_factor": [1.0, 1.1, 1.2, 1.4, 1.5, 2.0]},
@@ -175,6 +175,11 @@ MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         Qwen2Config,
         Qwen2ForCausalLM,
         {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "qwen3-window": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 16},
     ),
 }
 VOCAB_SIZE = 97

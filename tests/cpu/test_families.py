@@ -37,6 +37,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "in step": {"async_scheduling": False, "kvcache_block_size": 3, "max_num_batched_tokens": 11},
     "two ranks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 9, "num_kvcache_blocks": 9},
 }
+# Blocks of the cell "tight" where 7 are too few for a sequence, or enough for all, which have a window.
+TIGHT = {"qwen2-window": 9, "qwen3-window": 9, "phi3": 4}
 # CI runs one cell for each family, and each cell for some family.
 FIRST = {family: [*CELLS][index % len(CELLS)] for index, family in enumerate(MORE_FAMILIES)}
 
@@ -61,15 +63,44 @@ def test_the_engine_gives_transformers_tokens(tmp_path: Path, family: str, cell:
     kept = [prompt for prompt in prompts if family != "phi3" or len(prompt) > 8]
     expected = [transformers_greedy(folder, prompt, 14) for prompt in kept]
     assert max(lengths) == 24
-    with make_tiny(folder, **CELLS[cell]) as llm:
+    options = CELLS[cell] | ({"num_kvcache_blocks": TIGHT.get(family, 7)} if cell == "tight" else {})
+    with make_tiny(folder, **options) as llm:
         for _ in range(2):
             outputs = llm.generate(kept, params, use_tqdm=False)
             assert [each["token_ids"] for each in outputs] == expected
+        if cell == "tight":
+            assert any(seq.num_preemptions for seq in llm.sequences)
+        if cell == "whole":
+            assert any(seq.num_cached_tokens for seq in llm.sequences)
 
 
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_families(tmp_path: Path, family: str) -> None:
     check_against_transformers(write_tiny_model(tmp_path, family))
+
+
+@pytest.mark.parametrize("family", [pytest.param(each, marks=pytest.mark.full) for each in MORE_FAMILIES])
+def test_families_of_other_sizes(tmp_path: Path, family: str) -> None:
+    """One KV head where nothing else says so, an odd vocabulary, and a width that is no multiple of 16."""
+    sizes = {"intermediate_size": 44, "num_key_value_heads": 1, "vocab_size": 101}
+    sizes |= {"shared_intermediate_size": 44} if family == "granite4" else {}
+    sizes |= {"vocab_size_per_layer_input": 101} if family == "gemma4-small" else {}
+    check_against_transformers(write_tiny_model(tmp_path, family, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+        ("smollm3", {"use_sliding_window": False, "sliding_window": None, "no_rope_layers": None}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "sliding_window": None}),
+        ("granite4", {"position_embedding_type": None}),
+    ],
+)
+def test_forms_of_released_models(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    """Without a window, longrope or rope, as the small EXAONE 4, SmolLM3, phi-4 and Granite 4 have it."""
+    layers = {"num_hidden_layers": 5} if family == "smollm3" else {}  # every fourth is without rope
+    check_against_transformers(write_tiny_model(tmp_path, family, **layers | changes))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +143,7 @@ def test_absent_keys_take_the_defaults_of_transformers(family: str) -> None:
     "family", ["gemma2", "gemma3", "gpt_oss", pytest.param("glm4", marks=pytest.mark.full)]
 )
 def test_the_engine_with_triton_kernels(tmp_path: Path, family: str) -> None:
-    """In Triton's interpreter, with shared prefixes and a window shorter than a block."""
+    """In Triton's interpreter, with a cached prefix and a window shorter than a block."""
     folder = write_tiny_model(tmp_path, family, head_dim=16)
     prompts, params = make_prompts()[3:7], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     expected = [transformers_greedy(folder, prompt, 5) for prompt in prompts]

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensors import BF16, F32
 from test_models import PROMPT, check_against_transformers, forward, load
+from test_texts import TOKENIZERS
 from tiny_models import (
     edit_json,
     transformers_greedy,
@@ -356,3 +357,17 @@ def test_a_template_like_harmonys() -> None:
         '<|start|>functions.weather to=assistant<|message|>{"rain": true}<|end|><|start|>assistant'
     )
     assert "a tool that was not called" in str(wrong)
+
+
+def test_the_template_of_the_folder(tmp_path: Path) -> None:
+    """`chat` takes the template from the model's file chat_template.jinja."""
+    tokenizer = TOKENIZERS["byte_level"]
+    folder = write_tiny_model(tmp_path, "gpt_oss", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(HARMONY)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with LLM(str(folder), device="cpu", num_kvcache_blocks=90, max_model_len=400) as llm:
+        [output] = llm.chat([{"role": "user", "content": "Rain?"}], params, tools=[TOOL], use_tqdm=False)
+    text = tokenizer.decode(output.prompt_token_ids)
+    assert "Reasoning: medium" in text and "type weather = (_: {" in text
+    assert text.endswith("<|start|>user<|message|>Rain?<|end|><|start|>assistant")

@@ -4,6 +4,7 @@ and a CUDA graph.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from tiny_models import MORE_FAMILIES, transformers_greedy, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.backends import FlashAttnBackend
-from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
 from nanovllm.batch import PADDING
-from nanovllm.kernels.attention_reference import paged_decode_attention_reference
+from nanovllm.kernels.attention_reference import (
+    paged_decode_attention_reference,
+    paged_prefill_attention_reference,
+)
 from nanovllm.kernels.decode_attention import paged_decode_attention_triton
 from nanovllm.kernels.paged import Variant
 from nanovllm.kernels.prefill_attention import LONG, SHORT, WIDE
@@ -171,6 +175,35 @@ def test_freed_blocks_are_not_read(
                 for batch in llm.batches
             ]
             assert any((table[:, 0] == PADDING).any() for table in tables), "no block was freed"
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), (300, None), (None, 20.0)])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_flash_attn_equals_the_twin(head_dim: int, window: int | None, softcap: float | None) -> None:
+    """In decode and in prefill behind a context; skipped for what the installed package refuses."""
+    pytest.importorskip("flash_attn")
+    heads = Heads(4, 2, head_dim, 256, BF16)
+    spec = AttentionSpec(4, 2, head_dim, scale=0.1, window=window, softcap=softcap)
+    if reason := FlashAttnBackend.unsupported((spec,)):
+        pytest.skip(reason)
+    contexts, lengths = [700, 1, 41, 513], [5, 1, 30, 200]
+    cache, variant = attention_cases.make_cache(contexts, heads, GPU), Variant(window, softcap)
+    tables = cache.tables.clamp(min=0)
+    q = attention_cases.fused_queries(4, heads, GPU)
+    slots, longest = torch.zeros(1, dtype=torch.int32, device=GPU), max(contexts)
+    meta = AttentionMetadata(slots, cache.contexts, tables, longest, None)
+    wanted = paged_decode_attention_reference(q, cache.kv, tables, cache.contexts, longest, 0.1, variant)
+    assert_near(FlashAttnBackend().forward(q, cache.kv, meta, spec), wanted)
+    q = attention_cases.fused_queries(sum(lengths), heads, GPU)
+    starts, ends = (
+        torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=GPU) for each in (lengths, contexts)
+    )
+    meta = AttentionMetadata(
+        slots, cache.contexts, tables, longest, PrefillRanges(starts, ends, max(lengths))
+    )
+    places = tables, starts, cache.contexts, max(lengths)
+    wanted = paged_prefill_attention_reference(q, cache.kv, *places, 0.1, variant)
+    assert_near(FlashAttnBackend().forward(q, cache.kv, meta, spec), wanted)
 
 
 @pytest.mark.parametrize("backend", ["triton", "flash_attn"])
