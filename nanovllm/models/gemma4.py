@@ -89,11 +89,8 @@ class _LayerInputs(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Build, sizes: LayerInputs) -> None:
         super().__init__()
-        total, self._tp, self._shape = (
-            config.num_layers * sizes.size,
-            build.tp,
-            (config.num_layers, sizes.size),
-        )
+        total = config.num_layers * sizes.size
+        self._tp, self._shape = build.tp, (config.num_layers, sizes.size)
         self._scales = sizes.size**0.5, config.hidden_size**-0.5, 2.0**-0.5
         self.embed_tokens_per_layer = VocabParallelEmbedding(sizes.vocab_size, total, build.tp)
         self.per_layer_model_projection = ReplicatedLinear(config.hidden_size, total)
@@ -107,7 +104,8 @@ class _LayerInputs(nn.Module):
         of_id = self._tp.all_reduce(self.embed_tokens_per_layer(token_ids))
         of_id = of_id * torch.tensor(own, dtype=of_id.dtype).item()  # rounded as the embedding is
         context = (self.per_layer_model_projection(embedded) * projected).unflatten(-1, self._shape)
-        context = rms_norm(context, self.per_layer_projection_norm.weight, self.per_layer_projection_norm.eps)
+        norm = self.per_layer_projection_norm
+        context = rms_norm(context, norm.weight, norm.eps)
         return (context + of_id.unflatten(-1, self._shape)) * both
 
 
@@ -203,20 +201,19 @@ class Gemma4Family(ModelFamily):
         raw = {**hf.raw, "hidden_act": hf.get("hidden_activation") or hf.get("hidden_act")}
         config = super().read(hf := HFConfig(raw, hf.defaults))
         specs = _with_sources(hf, _specs(hf, config))
-        size, vocab_size = hf.get("hidden_size_per_layer_input", 0), hf.integer("vocab_size_per_layer_input")
-        size = hf.integer("hidden_size_per_layer_input") if size else 0
+        key, vocab_size = "hidden_size_per_layer_input", hf.integer("vocab_size_per_layer_input")
+        size = hf.integer(key) if hf.get(key) else 0
         if size and vocab_size < config.vocab_size:
             raise ValueError(
                 f"config.json: vocab_size_per_layer_input {vocab_size} must be at least vocab_size "
                 f"{config.vocab_size}"
             )
+        softcap = "final_logit_softcapping"
         return replace(
             config,
             attention=tuple(specs),
             embedding_multiplier=config.hidden_size**0.5,
-            logit_softcap=number(hf, "final_logit_softcapping")
-            if hf.get("final_logit_softcapping")
-            else None,
+            logit_softcap=number(hf, softcap) if hf.get(softcap) else None,
             layer=Layers(size, hf.boolean("use_double_wide_mlp")),
             layer_inputs=LayerInputs(size, vocab_size) if size else None,
             prefixes=_prefixes(specs),
@@ -269,8 +266,9 @@ def _sizes(hf: HFConfig) -> dict[int, dict[str, Any]]:
 def _with_sources(hf: HFConfig, specs: list[AttentionSpec]) -> list[AttentionSpec]:
     """The last `num_kv_shared_layers` layers read keys and values of the last layer before them that has the
     same kind."""
-    kinds, count = _kinds(hf), hf.get("num_kv_shared_layers", 0)
-    first = len(specs) - (hf.integer("num_kv_shared_layers") if count else 0)
+    kinds, key = _kinds(hf), "num_kv_shared_layers"
+    count = hf.integer(key) if hf.get(key) else 0
+    first = len(specs) - count
     sources = {kind: layer for layer, kind in enumerate(kinds[: max(0, first)])}
     if missing := {*kinds} - sources.keys():
         raise ValueError(
