@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from cpu_kernel_cases import finish, start
 
 from nanovllm import LLM, demo_model_path, isa
@@ -36,6 +36,7 @@ for each in found:
 FILES = sorted(HERE.glob("test_cpu_kernels_*.py"))
 # Each level compiles every kernel anew: a few kernels in each run, all of them with -m full.
 FEW = [HERE / f"test_cpu_kernels_{name}.py" for name in ("norm", "activation", "dtypes")]
+FEW.append(HERE / "test_cpu_kernels_matmul.py::test_an_odd_number_of_steps")
 WHOLE = [pytest.param(FEW, id="few"), pytest.param(FILES, id="all", marks=pytest.mark.full)]
 
 
@@ -122,5 +123,7 @@ def test_without_numba_a_start_says_once_what_it_would_bring() -> None:
 def test_version_and_doctor_name_the_level(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--device", "cpu", "--num-threads", "3"])
     text = capsys.readouterr().out
-    assert f"\nkernels for CPUs: {isa.level()}, 3 threads\n" in text
-    assert "kernels for CPUs: " in text and "\nnumba " in text and "numba" not in sys.argv
+    assert f"\nkernels for CPUs: {isa.level()}, 3 threads\n" in text and "\nnumba " in text
+    assert main(["version"]) == 0
+    text = capsys.readouterr().out
+    assert f"\n  kernels for CPUs: {isa.level()}, {isa.count_of(torch.get_num_threads())}\n" in text
