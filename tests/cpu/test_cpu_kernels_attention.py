@@ -27,11 +27,18 @@ from nanovllm.kernels.cpu.rotary import qk_norm_rope_store
 from nanovllm.kernels.cpu.team import num_threads
 
 SMALL = Heads(4, 2, 24, 7)
+PAIRS = Heads(4, 1, 32, 16, BF16)  # in a prefill its products are of pairs, on a CPU that has them
 SHAPES = [
     SMALL,
     Heads(3, 3, 80, 16, F16),
     Heads(8, 1, 64, 64, BF16),
     Heads(5, 1, 256, 1, F32),
+    Heads(6, 2, 16, 256),
+    PAIRS,
+    *(
+        pytest.param(each, marks=pytest.mark.full)
+        for each in (Heads(12, 2, 128, 64, BF16), Heads(7, 1, 96, 64))
+    ),
 ]
 VARIANTS = [(None, None, False), (1, None, False), (100, None, True), (600, 5.0, True)]
 CONTEXTS = (1, 600, 0, 129, 4500)
@@ -82,14 +89,17 @@ def test_prefill(heads: Heads, window: int | None, softcap: float | None, sinks:
         assert_near(paged_prefill_attention(q, cells, *places, scale, variant), expected)
 
 
+@pytest.mark.parametrize("heads", [SMALL, PAIRS], ids=str)
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_row_has_the_same_bits_alone_in_a_batch_and_with_any_number_of_threads(window: int | None) -> None:
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_with_any_number_of_threads(
+    window: int | None, heads: Heads
+) -> None:
     contexts = (700, 33, 4500)
-    cache = make_cache(contexts, SMALL, "cpu")
-    kv, q, variant = turned(cache.kv), fused_queries(3, SMALL, "cpu"), Variant(window)
+    cache = make_cache(contexts, heads, "cpu")
+    kv, q, variant = turned(cache.kv), fused_queries(3, heads, "cpu"), Variant(window)
     decoded, filled = [], []
     new = 250, 33, 10
-    rows, _, tables, bounds, lens, longest = prefill_inputs(SMALL, contexts, new)
+    rows, _, tables, bounds, lens, longest = prefill_inputs(heads, contexts, new)
     for threads in (1, 2, 3):
         token = num_threads.set(threads)
         decoded.append(paged_decode_attention(q, kv, cache.tables, cache.contexts, 40960, 0.2, variant))
