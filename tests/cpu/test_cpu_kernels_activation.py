@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cpu_kernel_cases import threads
 from tensors import F32, randn
 
 from nanovllm import isa
@@ -38,10 +39,16 @@ def test_gated_activations(activation: Activation, dtype: torch.dtype, columns: 
     assert ((found.double() - exact).abs() <= bound).all()
 
 
-def test_a_row_of_the_activation_does_not_depend_on_other_rows() -> None:
-    x = randn(5, 2 * 1100)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_the_activation_depends_neither_on_others_nor_on_threads(dtype: torch.dtype) -> None:
+    x = randn(70, 2 * 1100, dtype=dtype)
     for activation in Activation:
-        assert torch.equal(activation.and_mul(x)[2:3], activation.and_mul(x[2:3].contiguous()))
+        with threads(1):
+            whole = activation.and_mul(x)
+        for number in (1, 2, 3):
+            with threads(number):
+                assert torch.equal(activation.and_mul(x), whole)
+                assert torch.equal(activation.and_mul(x[2:3].contiguous()), whole[2:3])
 
 
 def test_no_rows() -> None:
@@ -55,19 +62,22 @@ def test_nan_stays() -> None:
         assert activation.and_mul(x).isnan()[0].nonzero()[:, 0].tolist() == [3, 4]
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 1024, 2500])
-def test_last_tokens(count: int) -> None:
-    """Stored tokens may be out of range; some slots keep nothing."""
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 7, 1024, 50_000])
+def test_last_tokens(count: int, number: int) -> None:
+    """Stored tokens may be out of range; some slots keep nothing. With any number of threads."""
     generator = torch.Generator().manual_seed(count)
-    last = torch.randint(-5, 130, (3000,), generator=generator)
-    slots = torch.randperm(3000, generator=generator)[:count]
+    last = torch.randint(-5, 130, (60_000,), generator=generator)
+    slots = torch.randperm(60_000, generator=generator)[:count]
     ids = torch.randint(0, 100, (count,), generator=generator)
     ids[::3] = LAST_SAMPLED
-    taken = take_tokens(ids, slots, last, 100)
+    with threads(number):
+        taken = take_tokens(ids, slots, last, 100)
     assert torch.equal(taken, take_tokens_reference(ids, slots, last, 100))
     assert count == 0 or 0 <= int(taken.min()) <= int(taken.max()) < 100
     slots[::4] = NO_SLOT
     expected = last.clone()
     keep_tokens_reference(ids, slots, expected)
-    keep_tokens(ids, slots, last)
+    with threads(number):
+        keep_tokens(ids, slots, last)
     assert torch.equal(last, expected)

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from cpu_kernel_cases import threads
 
 from nanovllm import isa
 from nanovllm.kernels.cpu.int_layout import (
@@ -21,7 +22,6 @@ from nanovllm.kernels.cpu.int_layout import (
 )
 from nanovllm.kernels.cpu.int_matmul import int_embed, int_linear, int_linear_reference
 from nanovllm.kernels.cpu.int_quantise import quantise
-from nanovllm.kernels.cpu.team import num_threads
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")
 
@@ -66,7 +66,8 @@ def test_products_and_rows_are_those_of_plain_torch() -> None:
 
 
 def in_subprocess(code: str, **variables: str) -> str:
-    program = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n{code}"
+    here = os.path.dirname(__file__)
+    program = f"import sys; sys.path[:0] = {[here, os.path.dirname(here)]}\n{code}"
     environment = os.environ | variables
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -145,10 +146,23 @@ def test_bits_depend_on_no_other_row_and_no_thread(name: str) -> None:
     for row in (0, 9, 63, 64, 74):
         assert torch.equal(int_linear(x[row : row + 1], weight)[0], whole[row])
     assert torch.equal(int_linear(x[3:40], weight), whole[3:40])
-    for threads in (1, 2, 3):
-        token = num_threads.set(threads)
-        assert torch.equal(int_linear(x, weight), whole)
-        num_threads.reset(token)
+    for number in (1, 2, 3):
+        with threads(number):
+            assert torch.equal(int_linear(x, weight), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantising_a_row_depends_neither_on_others_nor_on_threads(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    values = torch.randn(150, 333).to(dtype)
+    with threads(1):
+        whole = quantise(FORMATS[name], values)
+    for number in (1, 2, 3):
+        with threads(number):
+            for first, last in ((0, 150), (7, 8), (31, 150)):
+                found = quantise(FORMATS[name], values[first:last])
+                assert all(torch.equal(a, b[first:last]) for a, b in zip(found, whole, strict=True))
 
 
 @pytest.mark.parametrize("name", FORMATS)
