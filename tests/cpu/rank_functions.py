@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.cpu.team import team
+
 
 def num_weights(model: torch.nn.Module) -> int:
     return sum(each.numel() for each in model.parameters())
@@ -14,6 +16,11 @@ def num_weights(model: torch.nn.Module) -> int:
 def place(worker: Any, name: str, factor: int = 1) -> tuple[str, int, int]:
     assert worker.get_model() is worker.model_runner.model
     return f"{name} {worker.device}", worker.rank * factor, worker.local_rank
+
+
+def num_threads(worker: Any) -> tuple[int, int]:
+    """Of torch, and of the kernels."""
+    return torch.get_num_threads(), team().size
 
 
 def fails(model: torch.nn.Module) -> None:

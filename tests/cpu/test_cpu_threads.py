@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import inside
 import pytest
 import torch
+from rank_functions import num_threads
 from replica_answers import OPTIONS
 
-from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm import LLM, SamplingParams, demo_model_path, isa
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine import startup
@@ -45,6 +46,35 @@ def test_answers_do_not_depend_on_threads() -> None:
             outputs = llm.generate(["12 + 3 =", "Sort: d b a"], GREEDY, use_tqdm=False)
             texts.append([each["text"] for each in outputs])
     assert texts[0] == texts[1] == texts[2]
+
+
+SCORED = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+TEXTS = ["12 + 3 =", "Sort: d b a", "Add 21 and 49, then add " + "1 and " * 60 + "2."]
+
+
+def scores(llm: LLM, texts: list[str]) -> list[tuple[object, ...]]:
+    """The tokens and texts of answers with all log-probabilities, also those of the prompts' tokens."""
+    outputs = llm.generate(texts, SCORED, use_tqdm=False)
+    return [(each.prompt_logprobs, each.outputs[0].logprobs, each.outputs[0].text) for each in outputs]
+
+
+@pytest.mark.skipif(not isa.has_kernels(), reason="torch's sums depend on threads")
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_log_probabilities_depend_neither_on_threads_nor_on_other_prompts(quantization: str | None) -> None:
+    found = []
+    for number in (1, 2, 3):
+        with LLM(demo_model_path(), num_threads=number, quantization=quantization, **OPTIONS) as llm:
+            found.append(scores(llm, TEXTS))
+            found.append([each for text in TEXTS for each in scores(llm, [text])])
+            found.append(scores(llm, TEXTS[::-1])[::-1])
+    assert all(each == found[0] for each in found)
+
+
+def test_ranks_of_an_engine_share_its_threads() -> None:
+    with LLM(demo_model_path(), tensor_parallel_size=2, num_threads=6, **OPTIONS) as llm:
+        assert llm.collective_rpc(num_threads) == [(3, 3)] * 2
+        llm.generate("1 + 1 =", GREEDY, use_tqdm=False)
+        assert llm.collective_rpc(num_threads) == [(3, 3)] * 2
 
 
 @pytest.mark.parametrize(
