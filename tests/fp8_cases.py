@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from moe_cases import slots_of
-from tensors import BF16, assert_near, randn
+from tensors import BF16, F32, assert_near, randn
 
 from nanovllm.kernels.activation import silu_and_mul_fp8_reference, silu_and_mul_fp8_triton
 from nanovllm.kernels.fp8 import (
@@ -155,6 +155,24 @@ def check_rows_are_independent(shape: tuple[int, int], group: int | None, device
             assert torch.equal(some, whole[:rows]), (rows, tile)
 
 
+def make_fp8_experts(
+    num_experts: int, hidden: int, width: int, group: int | None, device: str
+) -> tuple[Fp8Experts, Fp8Experts]:
+    """Random weights, gate and up, and down, whose scales differ by expert."""
+    gate_up, down = (
+        [make_weight(*shape, group, device, group_rows=1) for _ in range(num_experts)]
+        for shape in ((2 * width, hidden), (hidden, width))
+    )
+    return _stacked(gate_up), _stacked(down)
+
+
+def _stacked(weights: list[Fp8Weight]) -> Fp8Experts:
+    return Fp8Experts(
+        torch.stack([each.codes.view(torch.uint8) for each in weights]).view(FP8),
+        torch.stack([(index + 1) * each.scales for index, each in enumerate(weights)]),
+    )
+
+
 def check_experts(rows: int, group: int | None, device: str, choice: ExpertChoice) -> None:
     """Both products of experts, against the reference; padding holds NaN."""
     num_experts, top_k, hidden, width = 5, 2, 144, 80
@@ -162,21 +180,34 @@ def check_experts(rows: int, group: int | None, device: str, choice: ExpertChoic
     x = randn(rows, hidden, dtype=BF16, device=device, seed=1)
     slots = slots_of(rows, device)
     x[slots < 0] = torch.nan
-    weights = [
-        [make_weight(*shape, group, device, group_rows=1) for _ in range(num_experts)]
-        for shape in ((2 * width, hidden), (hidden, width))
-    ]
-    stacked = (
-        Fp8Experts(
-            torch.stack([each.codes.view(torch.uint8) for each in some]).view(FP8),
-            torch.stack([(index + 1) * each.scales for index, each in enumerate(some)]),
-        )
-        for some in weights
-    )
-    gate_up, down = stacked
+    gate_up, down = make_fp8_experts(num_experts, hidden, width, group, device)
     chosen, tiles = route_triton(logits, top_k, True, slots, choice.rows)
     assert tiles is not None
     out = fp8_experts_triton(x, gate_up, down, tiles, choice)
     expected = fp8_experts_reference(x, gate_up, down, chosen)
     assert not out[slots < 0].any()
     assert (out.float() - expected.float()).norm() <= 0.04 * expected.float().norm()
+
+
+def check_rows_of_experts_are_independent(
+    counts: list[int], sizes: tuple[int, int], group: int | None, device: str, choices: list[ExpertChoice]
+) -> None:
+    """A row has the same bits in every batch and with every choice.
+
+    NumPy, which the interpreter adds with, rounds differently for another tile: there the codes of weights
+    are -1, 0 and 1, whose sums are exact, and only the scales round.
+    """
+    num_experts, top_k = 5, 2
+    weights = make_fp8_experts(num_experts, *sizes, group, device)
+    if device == "cpu":
+        weights = tuple(Fp8Experts(each.codes.float().sign().to(FP8), each.scales) for each in weights)
+    x = randn(max(counts), sizes[0], dtype=F32, device=device, seed=1)
+    logits = randn(max(counts), num_experts, dtype=BF16, device=device)
+    whole = None
+    for choice in choices:
+        for rows in sorted(counts, reverse=True):
+            _, tiles = route_triton(logits[:rows].contiguous(), top_k, True, None, choice.rows)
+            assert tiles is not None
+            out = fp8_experts_triton(x[:rows], *weights, tiles, choice)
+            whole = out if whole is None else whole
+            assert out.any() and torch.equal(out, whole[:rows]), (choice, rows)

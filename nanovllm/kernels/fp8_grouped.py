@@ -1,6 +1,8 @@
 """The products of rows with the FP8 weights of their experts, as `kernels/grouped_matmul.py` for floats.
 
-Rows are quantised once before the first product, and the results between both once more. Owns no weight.
+Rows are quantised once before the first product, and the results between both once more. As in
+`kernels/fp8_matmul.py`, every tile sums K in the same order and multiplies by the scale of the row first, so
+the bits of a row do not depend on other rows. Owns no weight.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ def _fp8_experts_kernel(
                 next_right = tl.load(column_ptrs + group, mask=inside, other=0.0)
                 if SWAP:
                     part = fp8_dot(weight.load([first, k]), rows.T, tl.zeros((COLUMNS, ROWS), tl.float32))
-                    total += part * right[:, None] * left[None, :]
+                    total += part * left[None, :] * right[:, None]
                 else:
                     part = fp8_dot(rows, weight.load([first, k]).T, tl.zeros((ROWS, COLUMNS), tl.float32))
                     total += part * left[:, None] * right[None, :]
@@ -140,7 +142,7 @@ def _fp8_experts_kernel(
                         part = fp8_dot(
                             weight.load([first + N, k]), rows.T, tl.zeros((COLUMNS, ROWS), tl.float32)
                         )
-                        up += part * up_right[:, None] * left[None, :]
+                        up += part * left[None, :] * up_right[:, None]
                     else:
                         part = fp8_dot(
                             rows, weight.load([first + N, k]).T, tl.zeros((ROWS, COLUMNS), tl.float32)

@@ -79,6 +79,8 @@ class Fp8ExpertsMethod(Fp8Method, ExpertsMethod):
         return (self.down if shard.dim else self.gate_up).expert(shard.index)
 
     def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+        """The number of rows chooses the tile, and no bit depends on the tile: `deterministic` changes
+        nothing."""
         if self.dense is not None:
             return self.dense.apply(x, routing, mlp)
         if not mlp.is_plain:

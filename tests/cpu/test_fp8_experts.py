@@ -116,3 +116,12 @@ def test_kernels_of_experts(rows: int, group: int | None) -> None:
     plain = choose_experts(1, 5, torch.float32, torch.device("cpu"))
     for choice in (plain, SWAPPED, PERSISTENT):
         fp8_cases.check_experts(rows, group, "cpu", choice)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN in padding
+@pytest.mark.skipif(not INTERPRET, reason="tests/gpu runs these cases")
+@pytest.mark.parametrize("group", [None, GROUP])
+def test_rows_are_independent(group: int | None) -> None:
+    """Also with tiles that compute the transposed product."""
+    choices = [choose_experts(1, 5, torch.float32, torch.device("cpu")), SWAPPED]
+    fp8_cases.check_rows_of_experts_are_independent([1, 5], (144, 32), group, "cpu", choices)

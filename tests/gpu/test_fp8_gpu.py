@@ -68,6 +68,16 @@ def test_experts(rows: int, group: int | None) -> None:
         fp8_cases.check_experts(rows, group, GPU, choice)
 
 
+@pytest.mark.parametrize("group", [None, GROUP])
+@pytest.mark.parametrize("sizes", [(272, 144), (2048, 768)])
+def test_rows_of_experts_are_independent(sizes: tuple[int, int], group: int | None) -> None:
+    """With every tile, of few pairs (transposed) and of many."""
+    choices = [choose_experts(pairs, 5, BF16, torch.device(GPU, 0)) for pairs in (1, 100, 400, 10_000)]
+    assert len({choice.rows for choice in choices}) == len(choices)
+    counts = [1, 2, 16, 97, 256, 1000]
+    fp8_cases.check_rows_of_experts_are_independent(counts, sizes, group, GPU, choices)
+
+
 def model(folder: Path, seed: int = 0) -> Path:
     sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 2}
     return write_tiny_model(folder, seed=seed, dtype="bfloat16", **sizes)
@@ -95,6 +105,18 @@ def test_engines_are_near_bf16(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_deterministic_answers_do_not_depend_on_the_batch(tmp_path: Path, kind: str) -> None:
     folder = write_fp8(model(tmp_path / "plain"), tmp_path / kind, kind)
+    with CheckedLLM(folder, deterministic=True, kvcache_block_size=16, **OPTIONS) as llm:
+        alone, _ = logits_of(llm, PROMPTS[1:2], [GREEDY], 0)
+        among, _ = logits_of(llm, PROMPTS * 5, [GREEDY] * 5 * len(PROMPTS), 1)
+        assert torch.equal(alone, among)
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_deterministic_answers_of_experts(tmp_path: Path, kind: str) -> None:
+    """As above. The batches take other tiles for the products of experts."""
+    sizes = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+    plain = write_tiny_model(tmp_path / "plain", "qwen3_moe", dtype="bfloat16", **sizes)
+    folder = write_fp8(plain, tmp_path / kind, kind)
     with CheckedLLM(folder, deterministic=True, kvcache_block_size=16, **OPTIONS) as llm:
         alone, _ = logits_of(llm, PROMPTS[1:2], [GREEDY], 0)
         among, _ = logits_of(llm, PROMPTS * 5, [GREEDY] * 5 * len(PROMPTS), 1)
