@@ -200,6 +200,12 @@ def test_experts_without_rows_and_with_all(only: tuple[int, ...]) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("choice", [PLAIN, PERSISTENT], ids=["plain", "persistent"])
+def test_all_rows_to_one_expert(choice: Any) -> None:
+    moe_cases.check_experts(40, Sizes(10, 1), F32, "cpu", choice, only=(4,))
+
+
+@interpreted
 def test_rows_are_independent() -> None:
     moe_cases.check_rows_are_independent([1, 3, 17, 40], Sizes(clamped=True), F32, "cpu", [PLAIN])
 

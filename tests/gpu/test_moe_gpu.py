@@ -7,6 +7,7 @@ from pathlib import Path
 
 import inside
 import moe_cases
+import numpy as np
 import pytest
 import torch
 from moe_cases import SWAPPED, Sizes
@@ -57,6 +58,13 @@ def test_all_rows_to_few_experts() -> None:
     sizes = Sizes(hidden=64)
     for choice in choices(sizes):
         moe_cases.check_experts(97, sizes, BF16, GPU, choice, only=(2, 3, 4))
+
+
+@pytest.mark.parametrize("rows", [40, 600])
+def test_all_rows_to_one_expert(rows: int) -> None:
+    sizes = Sizes(10, 1, hidden=64)
+    for choice in choices(sizes):
+        moe_cases.check_experts(rows, sizes, BF16, GPU, choice, only=(4,))
 
 
 @pytest.mark.parametrize(
@@ -174,6 +182,26 @@ def test_graphs_change_no_token(model: Path, prompts: list) -> None:
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
             results.append([output["token_ids"] for output in outputs])
     assert results[0] == results[1] == results[2]
+
+
+def test_graphs_change_no_routed_expert(model: Path, prompts: list) -> None:
+    """Also in graphs with padded rows, which go to no expert: 7 rows take the graph of 8."""
+    options = {"deterministic": True, "return_routed_experts": True, "enable_prefix_caching": False}
+    found = []
+    for eager, rows in ((False, 12), (True, 12), (False, 3)):
+        few = {"enforce_eager": eager, "max_num_seqs": rows, "max_model_len": 1024}
+        with LLM(model, skip_tokenizer_init=True, **options, **few) as llm:
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            record = inside.runner(llm).routed
+            assert record is not None and bool(inside.runner(llm).graphs) != eager
+            if rows == 12 and not eager:
+                assert inside.runner(llm).graphs[0, True].size_for(len(prompts)) == len(prompts) + 1
+                last = record[: len(prompts) + 1, -1]
+                assert (last[:-1] >= 0).all() and (last[-1] == -1).all()
+        found.append([output.outputs[0].routed_experts for output in outputs])
+    for prompt, *each in zip(prompts, *found, strict=True):
+        assert each[0].shape[0] == len(prompt) + GREEDY.max_tokens - 1 and (each[0] >= 0).all()
+        assert all(np.array_equal(each[0], other) for other in each[1:])
 
 
 def test_sleep(model: Path, prompts: list) -> None:
