@@ -30,6 +30,7 @@ KINDS = tuple(SCALES)
 SIZES: dict[str, Any] = {"hidden_size": 144, "intermediate_size": 208, "head_dim": 32}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 DOWN = "model.layers.1.mlp.down_proj"
+EXPERT = "model.layers.1.mlp.experts.3.down_proj"
 
 
 def tensors_of(folder: Path) -> Tensors:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from checked_llm import make_tiny
 from digests import DigestLLM, digest, make_digest
 from fp8_models import (
     DOWN,
+    EXPERT,
     GREEDY,
     KINDS,
     OPTIONS,
@@ -30,9 +32,9 @@ from safetensors.torch import save_file
 from tensors import F32
 from test_models import PROMPT, forward
 from test_models import load as load_model
-from tiny_models import edit_json, write_tiny_model
+from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.fp8 import FP8, GROUP, quantise_rows
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -44,6 +46,20 @@ from nanovllm.quantization import fp8
 from nanovllm.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from nanovllm.quantization.fp8_loading import Stored, quantise_weight
 from tools.write_fp8 import write_fp8
+
+# The options of a tiny model of each family.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": SIZES | {"intermediate_size": 224},
+    "qwen3_moe": {"hidden_size": 144, "head_dim": 32, "moe_intermediate_size": 80, "num_experts": 5},
+}
+
+
+def write_kind(folder: Path, family: str, kind: str, seed: int = 0) -> tuple[Path, str | None]:
+    """A tiny model in a format, or with "fly" in floats, and the option `quantization` for it."""
+    plain = write_tiny_model(folder / f"plain{seed}", family, seed=seed, **MODELS[family])
+    if kind == "fly":
+        return plain, "fp8"
+    return write_fp8(plain, folder / f"{kind}{seed}", kind), None
 
 
 @pytest.fixture(scope="module")
@@ -202,15 +218,44 @@ def test_scales_are_split_with_their_rows(stored: Stored, products: bool) -> Non
         assert torch.equal(torch.cat([torch.cat(pair) for pair in both]), whole[name])
 
 
-@pytest.mark.parametrize("kind", ["channel", "block", "fly"])
-def test_two_ranks_answer_like_one(written: dict[str, Path], plain: Path, kind: str) -> None:
-    folder, asked = (plain, "fp8") if kind == "fly" else (written[kind], None)
+def cells(*first: tuple[str, str]) -> list[Any]:
+    """Each family in each kind; all but `first` are marked `full`."""
+    every = [(family, kind) for family in MODELS for kind in ("channel", "block", "fly")]
+    return [pytest.param(*each, marks=[] if each in first else pytest.mark.full) for each in every]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    cells(("qwen3", "channel"), ("qwen3", "block"), ("qwen3", "fly"), ("qwen3_moe", "block")),
+)
+def test_two_ranks_answer_like_one(tmp_path: Path, family: str, kind: str) -> None:
+    folder, asked = write_kind(tmp_path, family, kind)
     prompts = [[5, 6, 7, 8], [9] * 11]
     answers = []
     for ranks in (1, 2):
         with make_tiny(folder, tensor_parallel_size=ranks, quantization=asked) as llm:
             answers.append([out["token_ids"] for out in llm.generate(prompts, GREEDY, use_tqdm=False)])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.usefixtures("gpu_like")
+@pytest.mark.parametrize(("family", "kind"), cells(("qwen3", "channel"), ("qwen3_moe", "block")))
+def test_products_of_two_ranks_are_near_those_of_one(tmp_path: Path, family: str, kind: str) -> None:
+    """Each rank quantises its part of a row by itself, so the results differ a little."""
+    folder, asked = write_kind(tmp_path, family, kind)
+    params, found = SamplingParams(max_tokens=0, prompt_logprobs=-1), []
+    for ranks in (1, 2):
+        options = {"tensor_parallel_size": ranks, "quantization": asked, "max_logprobs": -1}
+        with make_tiny(folder, **options) as llm:
+            layer = inside.model(llm).model.layers[0]
+            assert layer.self_attn.qkv_proj.method.dense is None
+            method = layer.mlp.experts.experts_method if "moe" in family else layer.mlp.down_proj.method
+            assert (method.dense is None) == (ranks == 1 or kind != "block")  # ranks would share a block
+            [output] = llm.generate([[5, 6, 7, 8] * 4], params, use_tqdm=False)
+        rows = [[each[n].logprob for n in range(VOCAB_SIZE)] for each in output.prompt_logprobs[1:]]
+        found.append(torch.tensor(rows))
+    one, two = (each - each.mean(1, keepdim=True) for each in found)
+    assert 0 < (one - two).norm() / one.norm() < 0.12
 
 
 # -- engines ------------------------------------------------------------------------------------------------
@@ -235,18 +280,16 @@ def engine(gpu_like: None) -> Iterator[Callable[..., DigestLLM]]:
         llm.close()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "fly"])
+UPDATED = [*(("qwen3", kind) for kind in (*KINDS, "fly")), ("qwen3_moe", "channel"), ("qwen3_moe", "block")]
+
+
+@pytest.mark.parametrize(("family", "kind"), UPDATED)
 def test_an_update_is_a_fresh_load(
-    tmp_path: Path, plain: Path, engine: Callable[..., DigestLLM], kind: str
+    tmp_path: Path, engine: Callable[..., DigestLLM], family: str, kind: str
 ) -> None:
     """With tensors in 32 bits, and with FP8 tensors and their scales in any order, and after each sleep."""
-    other = write_tiny_model(tmp_path / "other", seed=1, **SIZES)
-    asked = "fp8" if kind == "fly" else None
-    first, second = (
-        (plain, other)
-        if kind == "fly"
-        else [write_fp8(folder, tmp_path / f"{n}", kind) for n, folder in enumerate((plain, other))]
-    )
+    (first, asked), (second, _) = (write_kind(tmp_path, family, kind, seed) for seed in range(2))
+    plain, other = (tmp_path / f"plain{seed}" for seed in range(2))
     fresh = engine(second, quantization=asked).on_ranks("digest")
     llm = engine(first, quantization=asked)
     before, addresses = llm.on_ranks("digest"), llm.on_ranks("weight_bytes")
@@ -255,7 +298,7 @@ def test_an_update_is_a_fresh_load(
     assert llm.on_ranks("digest") == fresh and llm.on_ranks("weight_bytes") == addresses
     llm.update_weights(dict(reversed(tensors_of(first).items())))
     assert llm.on_ranks("digest") == before
-    part = f"{DOWN}.weight"
+    part = f"{DOWN if family == 'qwen3' else EXPERT}.weight"
     llm.update_weights({part: tensors_of(other)[part]})
     assert llm.on_ranks("digest")[0].items() != before[0].items()
     llm.sleep(level=1)

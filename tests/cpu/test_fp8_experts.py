@@ -9,7 +9,7 @@ import fp8_cases
 import pytest
 import torch
 from digests import digest
-from fp8_models import Tensors, build, dequantised, loaded, tensors_of
+from fp8_models import EXPERT, Tensors, build, dequantised, loaded, tensors_of
 from moe_cases import PERSISTENT, SWAPPED
 from safetensors.torch import save_file
 from test_models import PROMPT, forward
@@ -25,7 +25,6 @@ from nanovllm.models.weights import load_weights
 from tools.write_fp8 import SCALES, write_fp8
 
 SIZES: dict[str, Any] = {"hidden_size": 144, "head_dim": 32, "moe_intermediate_size": 40, "num_experts": 5}
-EXPERT = "model.layers.1.mlp.experts.3.down_proj"
 
 
 @pytest.fixture(scope="module")

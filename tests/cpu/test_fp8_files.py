@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from digests import digest
-from fp8_models import DOWN, KINDS, SIZES, Tensors, build, dequantised, loaded, tensors_of
+from fp8_models import DOWN, EXPERT, KINDS, SIZES, Tensors, build, dequantised, loaded, tensors_of
 from safetensors.torch import save_file
 from tensors import BF16
 from tiny_models import edit_json, write_tiny_model
@@ -262,6 +262,26 @@ def test_scales_that_are_refused_before_memory_is_taken(
     folder = write_fp8(plain, tmp_path, kind)
     tensors = tensors_of(folder)
     name = next(name for name in tensors if name.startswith(f"{DOWN}.weight_scale"))
+    break_(tensors, name)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=message.format(name)):
+        check_weights(load_model_config(folder), folder)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 144, "moe_intermediate_size": 40, "num_experts": 5}
+    return write_tiny_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", **sizes)
+
+
+@pytest.mark.parametrize(("break_", "message"), BAD[:-1], ids=lambda each: getattr(each, "__name__", ""))
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_scales_of_experts_that_are_refused(
+    tmp_path: Path, moe: Path, kind: str, break_: Callable[[Tensors, str], None], message: str
+) -> None:
+    folder = write_fp8(moe, tmp_path, kind)
+    tensors = tensors_of(folder)
+    [name] = (name for name in tensors if name.startswith(f"{EXPERT}.weight_scale"))
     break_(tensors, name)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelLoadError, match=message.format(name)):
