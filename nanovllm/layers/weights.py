@@ -7,6 +7,7 @@ A layer declares which part of which tensor this rank owns. Nothing here opens a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -51,11 +52,13 @@ class WeightLayer(nn.Module):
         self._experts = gate_up, down
 
     def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
-        """Create the parameters. path: of this layer in its model."""
+        """Create the parameters. path: of this layer in its model. Raises ValueError that names the weight,
+        such as for a part that a rank cannot hold."""
         self.options = options
         if self._experts is not None:
             self.experts_method = quant.experts(path)
-            created = self.experts_method.create(self, *self._experts, options)
+            with _named(path):
+                created = self.experts_method.create(self, *self._experts, options)
             self.shards |= dict.fromkeys(created, self.experts_method)
         for shape, shards, kind in self._declared:
             if kind is not None:
@@ -66,7 +69,8 @@ class WeightLayer(nn.Module):
                     raise ValueError(f"{', '.join(names)} are one product; quantise them in the same way")
                 self.method = self.method.on(shape, options, kind)
                 _check_kind(names[0], kind, type(self.method))
-                created = self.method.create(self, shape, shards, options)
+                with _named(", ".join(names)):
+                    created = self.method.create(self, shape, shards, options)
                 self.shards |= dict.fromkeys(created, self.method)
             else:
                 data = torch.empty(shape, dtype=options.dtype, device=options.device)
@@ -83,6 +87,15 @@ class WeightLayer(nn.Module):
             method.load(shard, source)
         else:
             shard.copy(source, self.get_parameter(shard.param))
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Put `what`, whose weight it is, before the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
 
 
 def _check_kind(name: str, kind: Kind, method: type[LinearMethod]) -> None:
@@ -139,10 +152,8 @@ def methods(model: nn.Module) -> Iterator[tuple[str, WeightMethod]]:
 def finish_loading(model: nn.Module) -> None:
     """Prepare for use after all tensors are loaded; see `WeightMethod.finish_loading`."""
     for path, method in methods(model):
-        try:
+        with _named(path):
             method.finish_loading()
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
 
 
 def _layers(model: nn.Module) -> list[tuple[str, WeightLayer]]:

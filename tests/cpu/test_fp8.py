@@ -239,7 +239,7 @@ def test_two_ranks_answer_like_one(tmp_path: Path, family: str, kind: str) -> No
 
 
 @pytest.mark.usefixtures("gpu_like")
-@pytest.mark.parametrize(("family", "kind"), cells(("qwen3", "channel"), ("qwen3_moe", "block")))
+@pytest.mark.parametrize(("family", "kind"), cells(("qwen3_moe", "channel")))
 def test_products_of_two_ranks_are_near_those_of_one(tmp_path: Path, family: str, kind: str) -> None:
     """Each rank quantises its part of a row by itself, so the results differ a little."""
     folder, asked = write_kind(tmp_path, family, kind)

@@ -183,11 +183,19 @@ def test_products_of_4_bits(dense: Path, tmp_path: Path, name: str, dtype: torch
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("group", [32, 64, -1])
+@pytest.mark.parametrize(
+    ("group", "sizes"),
+    [
+        *((group, {"hidden_size": 64, "intermediate_size": 192}) for group in (32, 64, -1)),
+        (128, {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}),
+        (128, {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}),
+    ],
+)
 @pytest.mark.parametrize("format", ["awq", "gptq", "compressed-tensors"])
-def test_ranks_hold_parts_of_the_weights(tmp_path: Path, format: str, group: int) -> None:
-    """A group of 64 that two ranks share has its scale on both."""
-    sizes = {"hidden_size": 64, "intermediate_size": 192}
+def test_ranks_hold_parts_of_the_weights(
+    tmp_path: Path, format: str, group: int, sizes: dict[str, int]
+) -> None:
+    """A group of 64 or 128 that two ranks share has its scale on both."""
     source = write_tiny_model(tmp_path / "dense", **sizes)
     folder = write_int4(source, tmp_path / "int4", format, group=group)
     whole, *parts = (build(folder, F16, TPGroup(rank, size)) for rank, size in ((0, 1), (0, 2), (1, 2)))
@@ -207,12 +215,17 @@ def test_ranks_hold_parts_of_the_weights(tmp_path: Path, format: str, group: int
 def test_what_ranks_cannot_split(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "dense", **SIZES)
     folder = write_int4(source, tmp_path / "order", "gptq", group=32, act_order=True)
-    with pytest.raises(ValueError, match=r"GPTQ with desc_act .* use tensor_parallel_size=1"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.self_attn\.o_proj: GPTQ with desc_act .* use tensor_parallel_size=1"
+    ):
         weight_bytes(load_model_config(folder), TPGroup(0, 2), BF16)
     source = write_tiny_model(tmp_path / "small", hidden_size=64, intermediate_size=96)
     folder = write_int4(source, tmp_path / "groups", "awq", group=32)
-    with pytest.raises(ValueError, match=r"96 inputs in groups of 32 .* parts of 48: .* could be 1, 3"):
+    named = r"^model\.layers\.0\.mlp\.down_proj: 96 inputs in groups of 32 .* parts of 48: .* could be 1, 3"
+    with pytest.raises(ValueError, match=named):
         weight_bytes(load_model_config(folder), TPGroup(0, 2), BF16)
+    with pytest.raises(ValueError, match=named):
+        make_tiny(folder, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("format", ["awq", "gptq", "compressed-tensors"])
