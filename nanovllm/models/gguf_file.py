@@ -23,6 +23,11 @@ from nanovllm.errors import ModelLoadError
 from nanovllm.models.checkpoint import T, check_no_pointer, shortened
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+# Where a block has its scales, and perhaps minimums, in float16; other types have none.
+_SCALES = {"Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q6_K": (208,)} | dict.fromkeys(
+    ("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)
+)
+_NOT_FINITE = 0x7C  # the exponent of float16 values that are infinite or NaN, in their second byte
 _VERSIONS = (2, 3)
 _SCALARS = {  # the types of metadata, as NumPy and struct name them
     **{0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8"},
@@ -69,14 +74,20 @@ class GGUFTensor:
     """A tensor in a file, a `WeightSource`. Indexing with slices dequantises only what is asked for.
 
     stored_as: one of TYPES. raw [rows, bytes]: the bytes of each row; of one row if the tensor has one
-    dimension.
+    dimension. Reading raises ModelLoadError for scales of blocks that are infinite or NaN.
     """
 
     def __init__(
-        self, stored_as: str, shape: tuple[int, ...], raw: np.ndarray, order: np.ndarray | None = None
+        self,
+        stored_as: str,
+        shape: tuple[int, ...],
+        raw: np.ndarray,
+        order: np.ndarray | None = None,
+        where: str = "",
     ) -> None:
-        """order: the stored place of each row; None: as they are stored."""
-        self.stored_as, self.shape, self.raw, self._order = stored_as, shape, raw, order
+        """order: the stored place of each row; None: as they are stored. where: the file and the name, for
+        errors."""
+        self.stored_as, self.shape, self.raw, self._order, self.where = stored_as, shape, raw, order, where
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -106,27 +117,38 @@ class GGUFTensor:
         block, size = self._block()
         own = self.raw[rows] if self._order is None else self.raw[self._order[rows]]
         part = own[:, columns.start // block * size : columns.stop // block * size]
+        self._check_scales(part)
         return torch.from_numpy(part.reshape(len(part), -1, size).copy())
 
     def ordered(self, order: np.ndarray) -> GGUFTensor:
         """The same tensor with its rows in another order."""
-        return GGUFTensor(self.stored_as, self.shape, self.raw, order)
+        return GGUFTensor(self.stored_as, self.shape, self.raw, order, self.where)
 
     def reshaped(self, shape: tuple[int, ...]) -> GGUFTensor:
         """The same values in another shape; the last dimension stays."""
-        return GGUFTensor(self.stored_as, shape, self.raw)
+        return GGUFTensor(self.stored_as, shape, self.raw, where=self.where)
 
     def parts(self) -> list[GGUFTensor]:
         """The matrices of a tensor with three dimensions."""
         count, rows, _ = self.shape
         split = self.raw.reshape(count, rows, -1)
-        return [GGUFTensor(self.stored_as, self.shape[1:], each) for each in split]
+        return [GGUFTensor(self.stored_as, self.shape[1:], each, where=self.where) for each in split]
 
     def _block(self) -> tuple[int, int]:
         """Elements and bytes of a block."""
         gguf = gguf_package()
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.stored_as]]
         return block, size
+
+    def _check_scales(self, rows: np.ndarray) -> None:
+        """ModelLoadError if blocks of rows [n, bytes] have scales that are not finite."""
+        for place in _SCALES.get(self.stored_as, ()):
+            exponents = rows[:, place + 1 :: self._block()[1]] & _NOT_FINITE
+            if exponents.size and exponents.max() == _NOT_FINITE:
+                raise ModelLoadError(
+                    f"{self.where} has blocks whose scale is infinite or NaN; the file is damaged, or was "
+                    "made from a model with such values"
+                )
 
     def _dequantised(self, rows: np.ndarray) -> torch.Tensor:
         """rows [n, bytes] -> [n, elements] float32."""
@@ -138,7 +160,8 @@ class GGUFTensor:
 
         def convert(start: int) -> None:
             some = np.ascontiguousarray(rows[start : start + step])
-            with np.errstate(all="ignore"):  # of scales that are not finite
+            self._check_scales(some)
+            with np.errstate(all="ignore"):  # of floats that are not finite
                 out[start : start + step] = gguf.quants.dequantize(some, kind)
 
         with ThreadPoolExecutor(min(_MAX_THREADS, torch.get_num_threads())) as pool:
@@ -303,4 +326,5 @@ class GGUFFile:
         if at + rows * width * size > len(self._data):
             raise self.problem(f"the file ends within tensor {name!r}; is it complete?")
         raw = np.frombuffer(self._data, np.uint8, rows * width * size, at)
-        return GGUFTensor(stored_as, shape, raw.reshape(rows, width * size))
+        where = f"{self.path}: tensor {shortened(repr(name))}"
+        return GGUFTensor(stored_as, shape, raw.reshape(rows, width * size), where=where)

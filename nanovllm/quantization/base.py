@@ -20,6 +20,7 @@ from nanovllm.kernels.fp8 import Fp8Rows, quantise_rows
 from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8
 from nanovllm.kernels.routing import Routing
 
+ROW_BYTES = 16  # of which rows of experts are multiples on a GPU, as tensor descriptors need it
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FILE_DTYPES = {  # the names of safetensors
     **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64},

@@ -13,6 +13,7 @@ from nanovllm.kernels.expert_tiles import ExpertMLP
 from nanovllm.kernels.grouped_matmul import choose_experts, experts_reference, experts_triton
 from nanovllm.kernels.routing import Routing
 from nanovllm.quantization.base import (
+    ROW_BYTES,
     ExpertsMethod,
     ExpertWeights,
     Normed,
@@ -21,12 +22,10 @@ from nanovllm.quantization.base import (
     WeightSource,
 )
 
-_ALIGNMENT = 16  # bytes of which a row is a multiple, as tensor descriptors need it
-
 
 class UnquantizedExpertsMethod(ExpertsMethod):
     """Two parameters, `gate_up` [E, 2P, H] and `down` [E, H, P]. The width P of an expert is padded with
-    zeros to whole 16 bytes."""
+    zeros to whole ROW_BYTES; for a GPU, H must be whole ones, which the engine checks."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -37,12 +36,7 @@ class UnquantizedExpertsMethod(ExpertsMethod):
     ) -> list[WeightShard]:
         self.deterministic = options.deterministic
         experts, hidden, width = down.shape
-        step = _ALIGNMENT // options.dtype.itemsize
-        if options.device.type == "cuda" and hidden % step:
-            raise ValueError(
-                f"a mixture of experts on a GPU needs a hidden_size that is a multiple of {step} for "
-                f"{options.dtype}, not {hidden}"
-            )
+        step = ROW_BYTES // options.dtype.itemsize
         padded = -(-width // step) * step
         make = torch.empty if padded == width else torch.zeros
         for name, shape in (("gate_up", (experts, 2 * padded, hidden)), ("down", (experts, hidden, padded))):

@@ -61,6 +61,12 @@ def quant_config(stated: Any, asked: str | None) -> QuantConfig:
         return QuantConfig()
     if method == "gguf" and asked in ON_THE_FLY:
         return ON_THE_FLY[asked]
+    if method == "gguf" and asked not in (None, method):
+        options = ", ".join(map(repr, (DEQUANTIZE, *ON_THE_FLY)))
+        raise ValueError(
+            f"quantization={asked!r} is not what a GGUF file holds; leave quantization out to use its "
+            f"weights as they are stored, or pass one of {options}"
+        )
     if asked not in (None, method):
         raise ValueError(
             f"quantization={asked!r} contradicts config.json, whose quantization_config has quant_method "

