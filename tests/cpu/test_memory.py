@@ -10,6 +10,7 @@ import inside
 import pytest
 import torch
 from checked_llm import make_tiny
+from cpu_kernel_cases import finish, start
 
 from nanovllm import isa
 from nanovllm.config import Config
@@ -148,3 +149,23 @@ def test_a_start_on_a_full_device_is_tried_again(
             make_tiny(model)
     assert len(calls) == 3
     assert len([each for each in caplog.records if "trying again in" in each.getMessage()]) == 2
+
+
+RESIDENT = f"""
+import os
+from pathlib import Path
+from nanovllm import LLM, SamplingParams, demo_model_path
+for size in (dict(num_kvcache_blocks=8), dict(kv_cache_memory_bytes=2**30)):
+    with LLM(demo_model_path(), device="cpu", **size) as llm:
+        llm.generate("1 + 1 =", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        print({inside.KV_CACHE_BYTES}, pages * os.sysconf("SC_PAGE_SIZE"))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_a_large_cache_on_a_cpu_takes_only_the_memory_that_is_used() -> None:
+    lines, _ = finish(start(RESIDENT))
+    (small, before), (large, after) = (map(int, line.split()) for line in lines)
+    assert small < 2**23 and large > 0.9 * GIB
+    assert after - before < 200 * 2**20
