@@ -61,10 +61,16 @@ def prompt_logprobs(model: Path, **options: Any) -> torch.Tensor:
     return torch.tensor([each[token].logprob for each, token in pairs])
 
 
-@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.4), ("int4", 4.0)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "bound"),
+    [
+        *(("int8", dtype, 0.4) for dtype in ("float32", "bfloat16")),
+        *(("int4", dtype, 4.0) for dtype in ("float32", "bfloat16")),
+        (None, "bfloat16", 0.25),
+    ],
+)
 def test_log_probabilities_are_near_those_of_float32(
-    dense: Path, quantization: str, bound: float, dtype: str
+    dense: Path, quantization: str | None, dtype: str, bound: float
 ) -> None:
     exact = prompt_logprobs(dense)
     found = prompt_logprobs(dense, quantization=quantization, dtype=dtype)
