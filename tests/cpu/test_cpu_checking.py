@@ -36,6 +36,22 @@ def test_a_kernel_that_goes_one_element_too_far_is_named() -> None:
     assert lines == [*["cpu_kernel_cases._make_copy"] * 6, "end"] * 2
 
 
+ENGINE = """
+from nanovllm import LLM, SamplingParams, demo_model_path
+params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
+with LLM(demo_model_path(), device="cpu", dtype="float32", num_kvcache_blocks=8, num_threads=2) as llm:
+    for output in llm.generate(["12 + 3 =", "Sort: d b a"], params, use_tqdm=False):
+        print(output.outputs[0].token_ids, output.outputs[0].logprobs)
+"""
+
+
+@pytest.mark.skipif(CHECKED, reason="this process checks already")
+def test_an_engine_passes_with_checks_and_gives_the_same_answers() -> None:
+    checked, plain = start(ENGINE, **CHECK), start(ENGINE)
+    answers, _ = finish(checked)
+    assert len(answers) == 2 and answers == finish(plain)[0]
+
+
 @pytest.mark.skipif(CHECKED, reason="this process checks already")
 @pytest.mark.parametrize(
     "names",
