@@ -117,8 +117,9 @@ class GGUFTensor:
         block, size = self._block()
         own = self.raw[rows] if self._order is None else self.raw[self._order[rows]]
         part = own[:, columns.start // block * size : columns.stop // block * size]
-        self._check_scales(part)
-        return torch.from_numpy(part.reshape(len(part), -1, size).copy())
+        found = part.reshape(len(part), -1, size).copy()
+        self._check_scales(found)
+        return torch.from_numpy(found)
 
     def ordered(self, order: np.ndarray) -> GGUFTensor:
         """The same tensor with its rows in another order."""
@@ -141,9 +142,9 @@ class GGUFTensor:
         return block, size
 
     def _check_scales(self, rows: np.ndarray) -> None:
-        """ModelLoadError if blocks of rows [n, bytes] have scales that are not finite."""
+        """ModelLoadError if blocks of contiguous rows have scales that are not finite."""
         for place in _SCALES.get(self.stored_as, ()):
-            exponents = rows[:, place + 1 :: self._block()[1]] & _NOT_FINITE
+            exponents = rows.reshape(-1)[place + 1 :: self._block()[1]] & _NOT_FINITE
             if exponents.size and exponents.max() == _NOT_FINITE:
                 raise ModelLoadError(
                     f"{self.where} has blocks whose scale is infinite or NaN; the file is damaged, or was "
