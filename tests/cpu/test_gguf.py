@@ -353,7 +353,7 @@ def test_mutated_headers_load_or_are_refused_by_name(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     outcomes = Counter(try_file(base, tmp_path / "mutated.gguf", seed)[1] for seed in range(FILES))
     gc.unfreeze()
-    assert outcomes["refused"] > FILES / 3 and outcomes["loaded"] > FILES / 20
+    assert outcomes["refused"] > FILES / 3 and outcomes["loaded"] > FILES / 40
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
 
 
