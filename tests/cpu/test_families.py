@@ -37,8 +37,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "in step": {"async_scheduling": False, "kvcache_block_size": 3, "max_num_batched_tokens": 11},
     "two ranks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 9, "num_kvcache_blocks": 9},
 }
-# Blocks of the cell "tight" where 7 are too few for a sequence, or enough for all, which have a window.
-TIGHT = {"qwen2-window": 9, "qwen3-window": 9, "phi3": 4}
+TIGHT = {"qwen2-window": 9, "qwen3-window": 9}  # blocks of the cell "tight" where 7 hold no sequence
 # CI runs one cell for each family, and each cell for some family.
 FIRST = {family: [*CELLS][index % len(CELLS)] for index, family in enumerate(MORE_FAMILIES)}
 
@@ -68,7 +67,7 @@ def test_the_engine_gives_transformers_tokens(tmp_path: Path, family: str, cell:
         for _ in range(2):
             outputs = llm.generate(kept, params, use_tqdm=False)
             assert [each["token_ids"] for each in outputs] == expected
-        if cell == "tight":
+        if cell == "tight" and family != "phi3":  # whose window of 7 lets few blocks serve all
             assert any(seq.num_preemptions for seq in llm.sequences)
         if cell == "whole":
             assert any(seq.num_cached_tokens for seq in llm.sequences)
