@@ -183,7 +183,7 @@ def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -
             runner.ending.last_token_ids[:] = torch.randint(0, 1000, (130,), device="cuda")
             last = runner.ending.last_token_ids.clone()
             graph_tokens = runner.run(batch).token_ids[:, 0]
-            changed = (runner.kv_cache != before).flatten(4).any(-1)  # [2, layers, blocks, block_size]
+            changed = (runner.kv_cache != before).unflatten(3, (256, -1)).any(-1)  # [2, layers, blocks, 256]
             want = torch.zeros_like(changed[0, 0]).flatten()
             positions = batch.context_lens - 1
             slots = batch.block_tables[np.arange(num_seqs), positions // 256] * 256 + positions % 256
@@ -246,16 +246,17 @@ def test_a_backend_agrees_with_the_reference_on_logits(model: Path, seed: int, b
         ) as llm:
             runner = inside.runner(llm)
             torch.manual_seed(seed)
-            cells = torch.randn_like(runner.kv_cache)
+            kv_cache = runner.kv_cache.unflatten(3, (256, -1))  # [2, layers, blocks, positions, elements]
+            cells = torch.randn_like(kv_cache)
             for row, length in enumerate(context_lens):  # blocks without an owner stay NaN
                 for index, block in enumerate(tables[row]):
                     owned = min(max(int(length) - 256 * index, 0), 256)
-                    runner.kv_cache[:, :, block, :owned] = cells[:, :, block, :owned]
+                    kv_cache[:, :, block, :owned] = cells[:, :, block, :owned]
             hidden = []
             with torch.inference_mode():
                 for batch in (prefill, decode):
                     if batch is decode:
-                        runner.kv_cache.copy_(cells)
+                        kv_cache.copy_(cells)
                         arrays = prepare_decode(batch, runner.block_size)
                     else:
                         arrays = prepare_prefill(batch, runner.block_size)
@@ -383,7 +384,8 @@ def test_a_failed_row_on_the_device_ends_alone(model: Path, enforce_eager: bool)
         def broken(batch: Batch) -> StepHandle:
             if next(steps) == 3:
                 with torch.inference_mode():
-                    runner.kv_cache[:, :, int(batch.block_tables[1, 0]), 0] = float("nan")
+                    block = runner.kv_cache[:, :, int(batch.block_tables[1, 0])]
+                    block.unflatten(2, (runner.block_size, -1))[:, :, 0] = float("nan")
             return launch(batch)
 
         runner.launch = broken
