@@ -129,7 +129,8 @@ class ModelRunner:
     def calibrate_kv_cache(self) -> None:
         """Set the scales of an FP8 cache, per layer and KV head, from the K/V of a fixed random prompt.
 
-        The scales are the same for every start and number of ranks. The content of the KV cache is lost.
+        The scales are the same for every start with one `max_model_len`, and number of ranks. The content of
+        the KV cache is lost.
         """
         if self.cache_dtype == self.dtype:
             return
