@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import inside
 import pytest
@@ -167,13 +168,27 @@ def test_padded_decode_steps(model: Path, prompts: list, expected: list) -> None
 
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")
-@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize(
+    ("family", "replayed"),
+    [
+        ("qwen3", True),
+        ("gemma3", False),
+        pytest.param("qwen3", False, marks=pytest.mark.full),
+        pytest.param("gemma3", True, marks=pytest.mark.full),
+    ],
+)
 def test_shared_prefixes_are_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replayed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, replayed: bool
 ) -> None:
-    """Two prompts share 256 tokens, one shares nothing; the batch changes when a sequence ends."""
+    """Three prompts share 256 tokens, one shares nothing; the batch changes when a sequence ends. Gemma 3 has
+    a layer with a window before the one that shares.
+    """
     monkeypatch.setattr(shared_prefixes, "MIN_SHARED_TOKENS", 256)
-    path = write_tiny_model(tmp_path, max_position_embeddings=1024, num_hidden_layers=1)
+    settings: dict[str, Any] = {"num_hidden_layers": 1}
+    if family == "gemma3":
+        kinds = ["sliding_attention", "full_attention"]
+        settings = {"num_hidden_layers": 2, "layer_types": kinds, "head_dim": 16}
+    path = write_tiny_model(tmp_path, family, max_position_embeddings=1024, **settings)
     rng = random.Random(2)
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(256)]
     prompts = [[*shared, 5, 6], [7, 8, 9], [*shared, 7], [*shared, 9, 9, 9]]

@@ -142,7 +142,7 @@ def test_absent_keys_take_the_defaults_of_transformers(family: str) -> None:
     "family", ["gemma2", "gemma3", "gpt_oss", pytest.param("glm4", marks=pytest.mark.full)]
 )
 def test_the_engine_with_triton_kernels(tmp_path: Path, family: str) -> None:
-    """In Triton's interpreter, with a cached prefix and a window shorter than a block."""
+    """In Triton's interpreter, with a window shorter than a block. `test_engine.py` has shared prefixes."""
     folder = write_tiny_model(tmp_path, family, head_dim=16)
     prompts, params = make_prompts()[3:7], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     expected = [transformers_greedy(folder, prompt, 5) for prompt in prompts]
