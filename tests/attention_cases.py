@@ -14,6 +14,8 @@ from unittest import mock
 import torch
 from tensors import F16, F32, FP8, assert_near, randn
 
+from nanovllm.attention.backends import ReferenceBackend
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, PrefillRanges
 from nanovllm.kernels import decode_attention
 from nanovllm.kernels.attention_reference import (
     paged_decode_attention_reference,
@@ -184,6 +186,28 @@ def check_decode(contexts: Sequence[int], heads: Heads, device: str, variant: Va
         with mock.patch.dict(vars(decode_attention), patched):
             out = run(*inputs, longest, scale, invariant=False)
         assert_near(out, expected[:rows])
+
+
+def check_backend(
+    backend: AttentionBackend, spec: AttentionSpec, page: int, dtype: torch.dtype, device: str
+) -> None:
+    """A backend's decode and prefill, of whole contexts and of chunks, are near those of the reference."""
+    heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, page, dtype)
+    # new tokens and context of each sequence, also of several pages and longer than a window
+    lengths = [(1, 1), (7, 7), (page, page), (3, 2 * page + 5), (page + 9, 3 * page + 1)]
+    contexts = [context for _, context in lengths]
+    cache, longest = make_cache(contexts, heads, device), max(contexts)
+    bounds = (
+        torch.tensor([0, *each], device=device).cumsum(0, dtype=torch.int32)
+        for each in zip(*lengths, strict=True)
+    )
+    prefill = PrefillRanges(*bounds, max(queries for queries, _ in lengths))
+    for tokens, ranges in ((len(lengths), None), (sum(queries for queries, _ in lengths), prefill)):
+        q = fused_queries(tokens, heads, device)
+        meta = AttentionMetadata(cache.contexts, cache.contexts, cache.tables, longest, ranges)
+        out = backend.forward(q, cache.kv, meta, spec)
+        assert out.shape == q.shape
+        assert_near(out, ReferenceBackend().forward(q, cache.kv, meta, spec))
 
 
 def check_shared_prefixes(

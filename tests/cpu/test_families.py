@@ -87,19 +87,54 @@ def test_families_of_other_sizes(tmp_path: Path, family: str) -> None:
     check_against_transformers(write_tiny_model(tmp_path, family, **sizes))
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
-        ("smollm3", {"use_sliding_window": False, "sliding_window": None, "no_rope_layers": None}),
-        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "sliding_window": None}),
-        ("granite4", {"position_embedding_type": None}),
-    ],
-)
-def test_forms_of_released_models(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    """Without a window, longrope or rope, as the small EXAONE 4, SmolLM3, phi-4 and Granite 4 have it."""
-    layers = {"num_hidden_layers": 5} if family == "smollm3" else {}  # every fourth is without rope
-    check_against_transformers(write_tiny_model(tmp_path, family, **layers | changes))
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
+# Settings of real checkpoints, each with the windows, and whether each layer has a rotary embedding.
+OTHER_FORMS: dict[str, tuple[str, dict[str, Any], list[int | None], list[bool]]] = {
+    "exaone4 without windows": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+        [None] * 3,
+        [True] * 3,
+    ),
+    "smollm3 as by default": (
+        "smollm3",
+        {"no_rope_layers": None, "num_hidden_layers": 5, "use_sliding_window": False, "sliding_window": None},
+        [None] * 5,
+        [True, True, True, False, True],
+    ),
+    "phi3 of short texts": (
+        "phi3",
+        {"sliding_window": None, "rope_parameters": ROPE, "original_max_position_embeddings": 512},
+        [None] * 2,
+        [True] * 2,
+    ),
+    "phi4": (
+        "phi3",
+        {
+            **{"sliding_window": None, "original_max_position_embeddings": 512},
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.75},
+        },
+        [None] * 2,
+        [True] * 2,
+    ),
+    "granite4 with null": ("granite4", {"position_embedding_type": None}, [None] * 2, [False] * 2),
+    "granite4 with nope": ("granite4", {"position_embedding_type": "nope"}, [None] * 2, [False] * 2),
+}
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_other_forms(tmp_path: Path, form: str) -> None:
+    family, settings, windows, rotated = OTHER_FORMS[form]
+    folder = write_tiny_model(tmp_path, family, **settings)
+    edit_json(folder / "config.json", remove=("no_rope_layers",))  # transformers has written its default
+    config = load_model_config(folder)
+    specs = [config.spec(layer) for layer in range(config.num_layers)]
+    assert [spec.window for spec in specs] == windows
+    assert [spec.rope is not None for spec in specs] == rotated
+    if family == "phi3":
+        assert specs[0].rope.rope_type == "default"
+        assert specs[0].rope.rotary_share == (0.75 if form == "phi4" else 1.0)
+    check_against_transformers(folder)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +284,21 @@ def test_longrope_follows_the_longest_sequence(tmp_path: Path) -> None:
             "'gptq' is not supported in GptOssForCausalLM, whose experts have biases",
         ),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
+        ("olmo3", {"layer_types": ["full_attention"] * 2}, "layer_types names 2 layers"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {"rope_type": "fast"}}},
+            "rope type 'fast' is not supported",
+        ),
+        ("glm", {"attention_bias": "no"}, "attention_bias must be true or false, not 'no'"),
+        (
+            "glm",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+            r"4 bits are not supported in GlmForCausalLM, .* several projections as one \(gate_up_proj\)",
+        ),
+        ("glm4", {"partial_rotary_factor": 1.5, "rope_parameters": None}, "must be above 0, at most 1"),
+        ("ernie", {"use_bias": 1}, "use_bias must be true or false, not 1"),
+        ("ernie", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5 is not supported"),
     ],
 )
 def test_variants_are_refused_by_name(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+from typing import Any
+
 import attention_cases
+import inside
 import pytest
 import torch
 from attention_cases import Heads, variant_of
-from tensors import BF16, F16, FP8
+from tensors import BF16, F16, F32, FP8
 
-from nanovllm.attention.backends import TritonBackend
+from nanovllm.attention.backends import FlashAttnBackend, TritonBackend
 from nanovllm.attention.base import AttentionMetadata, AttentionSpec, SharedPrefixes
 from nanovllm.kernels import decode_attention
 from nanovllm.kernels.compat import INTERPRET
@@ -140,3 +145,79 @@ def test_only_a_window_is_split_and_read(window: int, chunks: int, monkeypatch: 
     inputs = q, cache.kv, cache.tables, bounds, cache.contexts, new, 0.25
     near = Variant(window - 128 - new) if window > 300 else Variant(1)  # its first tile was not spoilt
     assert prefill(*inputs, variant=near).isfinite().all()
+
+
+class FlashAttn(ModuleType):
+    """The package by its documentation: query i of n, in a context of m, sees the keys from i + m - n - left
+    to i + m - n + right.
+    """
+
+    __version__ = "2.8.3"
+
+    def flash_attn_with_kvcache(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cache_seqlens: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
+        bounds = torch.arange(len(q) + 1, dtype=torch.int32)
+        return self._attend(q[:, 0], k, v, bounds, cache_seqlens, **options)[:, None]
+
+    def flash_attn_varlen_func(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        **options: Any,
+    ) -> torch.Tensor:
+        assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
+        return self._attend(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), **options)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bounds: torch.Tensor,
+        contexts: torch.Tensor,
+        *,
+        block_table: torch.Tensor,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int] = (-1, 0),
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        assert causal and window_size[1] == 0
+        variant = Variant(window_size[0] + 1 or None, softcap or None)
+        rows = []
+        for row, context in enumerate(contexts.tolist()):
+            table = block_table[row, : -(-context // k.shape[1])].long()
+            cells = (each[table].flatten(0, 1)[:context] for each in (k, v))
+            new = q[bounds[row] : bounds[row + 1]]
+            rows.append(attention_cases.naive_attention(new, *cells, softmax_scale, variant))
+        return torch.cat(rows).to(q.dtype)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec(4, 2, 16),
+        AttentionSpec(4, 2, 16, window=20),
+        AttentionSpec(4, 1, 24, window=5, softcap=2.0, scale=1.0),
+        AttentionSpec(2, 2, 256, softcap=2.0, scale=1.0),
+    ],
+    ids=["plain", "window", "all", "softcap"],
+)
+def test_backends_are_near_the_reference(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside.look_for_flash_attn_again(monkeypatch)
+    monkeypatch.setitem(sys.modules, "flash_attn", FlashAttn("flash_attn"))
+    for backend in (TritonBackend(), FlashAttnBackend()):
+        attention_cases.check_backend(backend, spec, 16, F32, CPU)
