@@ -166,10 +166,12 @@ def can_reorder(shape: tuple[int, ...], options: WeightOptions) -> bool:
     """Whether oneDNN multiplies such a weight faster once it is reordered."""
     if options.device.type != "cpu" or options.deterministic or isa.has_kernels() or _onednn_linear is None:
         return False
+    elements = shape[0] * shape[1]
     if options.dtype == torch.float32:
-        fast = shape[0] * shape[1] >= ONEDNN_NUMEL
+        fast = elements >= ONEDNN_NUMEL
     else:
-        fast = options.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        bf16 = options.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        fast = bf16 and elements >= ONEDNN_NUMEL // 2
     return fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 

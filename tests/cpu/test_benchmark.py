@@ -19,6 +19,7 @@ import torch
 import bench
 import nanovllm
 from nanovllm import isa
+from nanovllm.attention.base import AttentionSpec
 from nanovllm.batch import StepKind
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.layers.moe import MoESpec
@@ -48,7 +49,7 @@ TINY: Any = SimpleNamespace(
     vocab_size=10,
     moe=None,
     quant=QuantConfig(),
-    spec=lambda layer: SimpleNamespace(window=None),
+    spec=lambda layer: AttentionSpec(2, 1, 3),
 )
 COST = Cost.of(TINY, itemsize=2, kv_itemsize=2)
 # Two prompts of 3 and 5 tokens, 2 and 4 out: decode reads contexts of 4; and of 6, 7, 8.
@@ -105,7 +106,7 @@ def test_cost_of_experts_in_mxfp4() -> None:
 def test_cost_of_windows() -> None:
     """The second layer sees 4 tokens: the new one and 3 before it."""
     config = SimpleNamespace(**vars(TINY))
-    config.spec = lambda layer: SimpleNamespace(window=(None, 4)[layer])
+    config.spec = lambda layer: AttentionSpec(2, 1, 3, window=(None, 4)[layer])
     cost = Cost.of(config, itemsize=2, kv_itemsize=2)
     assert cost.windows == ((4, 0.5),)
     assert cost.read_tokens(np.array([3, 4, 9])) == (3 + 4 + 9) / 2 + (3 + 4 + 4) / 2
