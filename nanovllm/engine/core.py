@@ -75,7 +75,8 @@ class Core:
     @property
     def load(self) -> Load:
         plan = self.scheduler
-        return Load(len(self.requests), len(plan.running), len(plan.waiting), plan.block_manager.usage)
+        running = len(plan.running) + len(plan.ending)
+        return Load(len(self.requests), running, len(plan.waiting), plan.block_manager.usage)
 
     @property
     def asleep(self) -> frozenset[str]:

@@ -16,6 +16,7 @@ from nanovllm.sampling_params import SamplingParams
 class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
+    ENDING = auto()  # all its steps are planned
     FINISHED = auto()
 
 
