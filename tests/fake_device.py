@@ -228,7 +228,11 @@ class Loop:
 
 def make_sequence(seq_id: int, prompt: list[int], params: SamplingParams) -> Sequence:
     return Sequence(
-        seq_id, prompt, params, seed=seq_id, stop_ids=frozenset() if params.ignore_eos else frozenset({EOS})
+        seq_id,
+        list(prompt),
+        params,
+        seed=seq_id,
+        stop_ids=frozenset() if params.ignore_eos else frozenset({EOS}),
     )
 
 

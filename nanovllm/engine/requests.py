@@ -75,7 +75,7 @@ class Requests:
         return [
             Sequence(
                 next(self._seq_ids),
-                request.prompt_token_ids[: request.num_needed],
+                request.prompt_token_ids[: request.num_needed],  # a copy
                 request.params,
                 sequence_seed(request, index, self._seed),
                 request.stop_token_ids,

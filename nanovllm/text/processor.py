@@ -323,7 +323,7 @@ class Processor:
             raise ids
         if not ids:
             raise ValueError(f"{where} has no tokens: {prompt.text!r}")
-        return ids, pack_token_ids(ids, self._vocab_size, where)
+        return ids, pack_token_ids(ids, self._vocab_size, where, packed=prompt.packed)
 
     def _text(self, request: Request, output_ids: list[int]) -> str:
         if self.tokenizer is None or not request.params.detokenize:
