@@ -86,8 +86,8 @@ class RopeConfig:
             return tuple(map(float, values))
 
         original = number("original_max_position_embeddings", max_position_embeddings)
-        if rope_type == "dynamic":
-            original = max_position_embeddings  # beyond this length transformers grows the base
+        if rope_type not in ("llama3", "yarn", "longrope"):
+            original = max_position_embeddings  # beyond it transformers grows the base of "dynamic"
         if original <= 0:
             raise ValueError(f"original_max_position_embeddings must be positive, not {original}")
         # In a config of these types without a factor, the factor is the ratio of the two lengths.

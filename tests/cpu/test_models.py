@@ -47,9 +47,13 @@ ROPE_TYPES: dict[str, dict[str, Any]] = {
 
 
 def load(
-    folder: Path, max_model_len: int = 128, deterministic: bool = False, fuse: bool = False
+    folder: Path,
+    max_model_len: int = 128,
+    deterministic: bool = False,
+    fuse: bool = False,
+    overrides: dict[str, Any] | None = None,
 ) -> DecoderForCausalLM:
-    config = load_model_config(folder)
+    config = load_model_config(folder, overrides=overrides)
     model = DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), max_model_len)
     allocate(model, WeightOptions(torch.float32, torch.device("cpu"), deterministic, fuse), config.quant)
     load_weights(model, folder)
