@@ -119,6 +119,12 @@ class ModelConfig:
         specs = (replace(x, window=None) if (x.window or 0) >= length else x for x in self.attention)
         return replace(self, attention=tuple(specs))
 
+    def rotated_up_to(self, length: int) -> ModelConfig:
+        """The same with the ropes of sequences of at most `length` tokens. An engine takes the length that
+        its user or the model states, so that no memory setting changes what is computed."""
+        specs = (replace(x, rope=None if x.rope is None else x.rope.up_to(length)) for x in self.attention)
+        return replace(self, attention=tuple(specs))
+
     @property
     def num_heads(self) -> int:
         """Query heads of the first layer."""
