@@ -169,7 +169,7 @@ def rope_table(config: RopeConfig | None, head_dim: int, num_positions: int) -> 
         return torch.cat((angles.cos(), angles.sin()), dim=-1)
     rotary = config.rotary_dim(head_dim)
     angles = positions[:, None] * _frequencies(config.up_to(num_positions - 1), rotary)
-    scale = _attention_factor(config)
+    scale = attention_factor(config)
     rest = positions.new_zeros(num_positions, (head_dim - rotary) // 2)
     return torch.cat((angles.cos() * scale, rest + 1, angles.sin() * scale, rest), dim=-1)
 
@@ -230,7 +230,7 @@ def _yarn_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     return 1.0 / (config.factor * base) * (1 - kept) + 1.0 / base * kept
 
 
-def _attention_factor(config: RopeConfig) -> float:
+def attention_factor(config: RopeConfig) -> float:
     """The factor of cosines and sines; 1 for all types except yarn and longrope."""
     if config.rope_type not in ("yarn", "longrope"):
         return 1.0
