@@ -80,7 +80,7 @@ class Requests:
                 sequence_seed(request, index, self._seed),
                 request.stop_token_ids,
                 request.prompt_bytes,
-                make_rules(request),
+                make_rules(request, self.processor.eos_token_ids),
                 next_wanted=request.next_wanted if index == 0 else None,
                 pooling=request.pooling,
             )
@@ -257,7 +257,9 @@ def _unfinished(state: _RequestState, completions: list[CompletionOutput]) -> Re
     )
 
 
-def make_rules(request: Request) -> list[Rule]:
+def make_rules(request: Request, eos_token_ids: Iterable[int] = ()) -> list[Rule]:
+    """The rules of one sequence. eos_token_ids: the model's, which `min_tokens` forbids even if they end
+    nothing (`ignore_eos`), as in vLLM."""
     params, stop_ids, constraint = request.params, request.stop_token_ids, request.constraint
     rules: list[Rule] = []
     if constraint is not None:
@@ -265,7 +267,7 @@ def make_rules(request: Request) -> list[Rule]:
     if params.allowed_token_ids is not None:
         rules.append(AllowedTokens(params.allowed_token_ids))
     if params.min_tokens:
-        rules.append(MinTokens(params.min_tokens, stop_ids))
+        rules.append(MinTokens(params.min_tokens, stop_ids.union(eos_token_ids)))
     if request.bad_words:
         rules.append(BadWords(request.bad_words))
     return rules

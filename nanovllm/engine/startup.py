@@ -19,6 +19,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import Hub, load_model_config, open_checkpoint, resolve_model_path
 from nanovllm.models.weights import check_weights
 from nanovllm.quantization.base import ROW_BYTES
+from nanovllm.runner.memory import CALIBRATION_TOKENS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.tokenizer import load_tokenizer
@@ -76,6 +77,7 @@ def open_model(config: Config) -> OpenedModel:
             f"return_routed_experts=True needs a mixture of experts, and {model_config.architecture} is none"
         )
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
+    model_config = model_config.rotated_up_to(max_model_len)
     processor = Processor(
         find_tokenizer(config, path),
         model_config.vocab_size,
@@ -236,7 +238,8 @@ def warn_of_options(config: Config, max_model_len: int, longest: int) -> None:
 
 def usable_length(config: Config, model_config: ModelConfig, device: Device, max_model_len: int) -> int:
     """`max_model_len`, or less: the most tokens that any KV cache of this device may hold, and on a CPU those
-    whose tables take TABLE_BYTES. So no table is made for positions that nothing can use."""
+    whose tables take TABLE_BYTES. So no table is made for positions that nothing can use. An FP8 cache gets
+    its scales from as many tokens whatever its size."""
     # Layers with a window need no more memory for longer sequences.
     limited, ranks = model_config.up_to(max_model_len), config.tensor_parallel_size
     values, most_values = limited.cached_values(ranks, far=True), limited.cached_values(ranks)
@@ -252,4 +255,5 @@ def usable_length(config: Config, model_config: ModelConfig, device: Device, max
         widest = max(spec.head_dim for spec in model_config.attention)
         tables = 24 * config.max_num_seqs // (config.kvcache_block_size or 16) + 12 * widest
         most = min(most, TABLE_BYTES // tables)  # block tables, and rope's with what computing it takes
-    return min(max_model_len, most + block)  # a block more, so that an error names the cache as the limit
+    most += block  # so that an error names the cache as the limit
+    return min(max_model_len, most if config.kv_cache_dtype == "auto" else max(most, CALIBRATION_TOKENS))

@@ -162,6 +162,7 @@ def _answer(
         with refusing():
             llm = make_llm(args.model, **engine_options(args))
         with closing(llm):
+            _keep_length(journal, runner, llm.model_config.max_model_len)
             history = History(journal, runner.output)
 
             def on_step(step: StepStats) -> None:
@@ -183,6 +184,22 @@ def _answer(
         _say(f"{args.report} is not written, because no row was left to run")
     _check_input(runner, journal.state["input"])
     _finish(runner)
+
+
+def _keep_length(journal: Journal, runner: JobRunner, length: int) -> None:
+    """Note the longest sequence of the engine; JobRefusedError if the answers that are there had another:
+    a shorter one cuts answers and refuses rows, a longer one does neither where those did."""
+    before = journal.state.get("max_model_len")
+    if before not in (None, length) and runner.output.finished:
+        options = " ".join(f"{key}={value}" for key, value in journal.began_with.items()) or "none"
+        raise JobRefusedError(
+            f"{runner.args.output}: its answers had room for max_model_len={before} tokens, prompt and "
+            f"answer together, and here the KV cache has room for {length}, which would change the other "
+            f"answers; give the cache the room that it had, {before} tokens (num_kvcache_blocks * "
+            f"kvcache_block_size; options of the first run: {options}), or choose another -o, which keeps "
+            "these answers"
+        )
+    journal.update(max_model_len=length)
 
 
 def _check_input(runner: JobRunner, before: Mapping[str, Any]) -> None:

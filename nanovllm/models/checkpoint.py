@@ -7,6 +7,7 @@ here. Only regular files count, also through links, as in a hub cache. Knows no 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,7 +30,11 @@ _TOKENIZER_FILES = (  # patterns; transformers reads these
     *("chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
     *("vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
 )
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "tekken.json")  # large, and read by their own parsers
+_TEKKEN = "tekken.json"
+_OTHER_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
+_VOCABULARIES = ("tokenizer.json", "vocab.json", _TEKKEN)  # large, and read by their own parsers
+# What transformers 5 writes for a number that JSON does not have, as {"__float__": "Infinity"}.
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 MAX_JSON_BYTES = 2**25
 MAX_VOCABULARY_BYTES = 2**28
 MAX_DEPTH = 64  # of objects and lists within each other
@@ -72,15 +77,24 @@ class Checkpoint:
                 f"{self.path} has no {CONFIG_FILE}, as a model folder in Hugging Face format has"
                 f"{_unread(self.path)}"
             )
-        return read_json(self.path / CONFIG_FILE)
+        content: dict[str, Any] = _with_floats(read_json(self.path / CONFIG_FILE))
+        return content
 
     def generation(self) -> dict[str, Any]:
         """The content of generation_config.json; empty if there is none."""
         file = self.path / GENERATION_FILE
-        return read_json(file) if file.is_file() else {}
+        content: dict[str, Any] = _with_floats(read_json(file)) if file.is_file() else {}
+        return content
 
     def tokenizer(self, read: Callable[[Path], T]) -> T:
         """Check the tokenizer's files, and return what `read` makes of a folder with them."""
+        if (self.path / _TEKKEN).is_file() and not _regular_files(self.path, _OTHER_VOCABULARIES):
+            raise ModelLoadError(
+                f"{self.path} has a tokenizer in {_TEKKEN} alone, the format of mistral-common, which is not "
+                "read; put the tokenizer.json and tokenizer_config.json of the model in transformers' format "
+                "there, pass a folder that has them as tokenizer, or pass skip_tokenizer_init=True and token "
+                "ids as prompts"
+            )
         for path in _regular_files(self.path, _TOKENIZER_FILES):
             if path.name in _VOCABULARIES:
                 _check_size(path, MAX_VOCABULARY_BYTES)
@@ -245,6 +259,17 @@ def read_json(path: Path, unique_keys: bool = False) -> dict[str, Any]:
     if level:
         raise ModelLoadError(f"{path} is nested more than {MAX_DEPTH} deep")
     return content
+
+
+def _with_floats(value: Any) -> Any:
+    """A value of JSON with the numbers that _FLOATS names."""
+    if isinstance(value, list):
+        return [_with_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and isinstance(name := value["__float__"], str) and name in _FLOATS:
+        return _FLOATS[name]
+    return {key: _with_floats(each) for key, each in value.items()}
 
 
 def check_no_pointer(path: Path, start: bytes) -> None:

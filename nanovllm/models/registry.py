@@ -180,10 +180,10 @@ def load_model_config(
     the model is not supported.
     """
     checkpoint = open_checkpoint(folder := Path(folder))
-    raw = checkpoint.config() | dict(overrides or {})
+    raw, overrides = checkpoint.config(), dict(overrides or {})
     if generation is None:
         generation = checkpoint.generation()
-    architectures = raw.get("architectures")
+    architectures = overrides.get("architectures", raw.get("architectures"))
     if not isinstance(architectures, list) or [*map(type, architectures)] != [str]:
         raise ValueError(
             f"{folder / CONFIG_FILE}: architectures must name one model, not {shortened(architectures)}; "
@@ -191,7 +191,7 @@ def load_model_config(
         )
     try:
         family = get_family(architectures[0], raw)
-        return family.model_config(architectures[0], raw, generation, quantization)
+        return family.model_config(architectures[0], raw, generation, quantization, overrides)
     except ValueError as error:
-        changed = f" (with hf_overrides={dict(overrides)!r})" if overrides else ""
+        changed = f" (with hf_overrides={overrides!r})" if overrides else ""
         raise ValueError(f"{folder}: {shortened(error)}{changed}") from None

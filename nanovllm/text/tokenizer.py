@@ -37,10 +37,14 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
 
     Raises ModelLoadError that says what to do without a tokenizer.
     """
-    from transformers import AutoTokenizer  # here, because importing it takes as long as importing torch
+    # Here, because importing them takes as long as importing torch.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if type(tokenizer).__name__.startswith("MistralCommon"):  # of a tekken.json beside the tokenizer.json
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        _add_template(tokenizer, path)
         if not tokenizer("a")["input_ids"]:  # transformers' result for a folder without tokenizer files
             raise ValueError("its vocabulary is empty")
     except Exception as error:  # transformers raises many kinds
@@ -50,6 +54,19 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
             "prompts"
         ) from error
     return tokenizer
+
+
+def _add_template(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Give the tokenizer the chat template of `chat_template.json`, where processors of transformers have it,
+    if it has no other. ValueError if the file has none."""
+    file = path / "chat_template.json"
+    if tokenizer.chat_template is not None or not file.is_file():
+        return
+    content = json.loads(file.read_text("utf-8"))
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    if not isinstance(template, str):
+        raise ValueError(f"{file.name} must have a string as its 'chat_template', not {show(template)}")
+    tokenizer.chat_template = template
 
 
 def encode(
