@@ -21,7 +21,7 @@ import xxhash
 
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.checkpoint import Checkpoint, T, listing
-from nanovllm.models.gguf_file import GGUFFile, GGUFTensor
+from nanovllm.models.gguf_file import GGUFFile, GGUFTensor, all_tensors
 from nanovllm.models.gguf_tokenizer import write_tokenizer
 from nanovllm.quantization.base import WeightSource
 
@@ -113,12 +113,11 @@ class GGUFCheckpoint(Checkpoint):
     def tensors(self) -> Iterator[Mapping[str, WeightSource]]:
         config = _Config(self._files)
         found: dict[str, WeightSource] = {}
-        for file in self._files:
-            for stored, tensor in file.tensors.items():
-                for name, each in _renamed(stored, tensor, config).items():
-                    if name in found:
-                        raise file.problem(f"tensor {stored!r} is a second {name}")
-                    found[name] = each
+        for stored, tensor in config.tensors.items():
+            for name, each in _renamed(stored, tensor, config).items():
+                if name in found:
+                    raise config.file.problem(f"tensor {stored!r} is a second {name}")
+                found[name] = each
         yield found
 
     def files(self) -> tuple[list[Path], list[Path]]:
@@ -211,7 +210,7 @@ class _Config:
 
     def __init__(self, files: list[GGUFFile]) -> None:
         self.file = files[0]
-        self.tensors = {name: each for file in files for name, each in file.tensors.items()}
+        self.tensors = all_tensors(files)
         self._keys = self.file.metadata
         self._architecture = self.file.scalar("general.architecture", str)
         if self._architecture not in _ARCHITECTURES:
@@ -279,7 +278,8 @@ class _Config:
             layer, last, _ = match.groups()
             known = _NAMES if layer is None else _LAYER_NAMES
             name = f"{block}.experts.{_EXPERTS[last]}" if last in _EXPERTS else known.get(last, last)
-            types[name if layer is None else f"model.layers.{int(layer)}.{name}"] = tensor.stored_as
+            stored_as = tensor.stored_as if tensor.factor is None else f"{tensor.stored_as} with a scale"
+            types[name if layer is None else f"model.layers.{int(layer)}.{name}"] = stored_as
         return {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
 
     def _get(self, key: str) -> Any:
