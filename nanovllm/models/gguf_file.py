@@ -23,8 +23,8 @@ import torch
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.checkpoint import T, check_no_pointer, shortened
 
-# The types of tensors, each with the places in a block of its scale, and perhaps its minimum, in float16. Other
-# types have none there, or, as IQ1_M, a scale whose bits are spread.
+# The types of tensors, each with the places in a block of its scale, and perhaps its minimum, in float16.
+# Others have none there, or, as IQ1_M, a scale whose bits are spread.
 _SCALES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("F32", "F16", "BF16"), ()),
     **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0,)),
@@ -150,8 +150,8 @@ class GGUFTensor:
         matrices = self.shape[0] if len(self.shape) > 2 else 1
         if len(scale.shape) > 1 or len(factor) not in (1, matrices) or not factor.isfinite().all():
             raise ModelLoadError(
-                f"{scale.where} must be one finite number, or one for each of {matrices} matrices; it has the "
-                f"shape {scale.shape} and the values {factor[:8].tolist()}"
+                f"{scale.where} must be one finite number, or one for each of {matrices} matrices; it has "
+                f"the shape {scale.shape} and the values {factor[:8].tolist()}"
             )
         return replace(self, factor=factor[0] if len(factor) == 1 else factor.view(-1, 1, 1))
 
@@ -180,8 +180,8 @@ class GGUFTensor:
 
     def _damaged(self) -> ModelLoadError:
         return ModelLoadError(
-            f"{self.where} has blocks whose scale is infinite or NaN; the file is damaged, or was made from a "
-            "model with such values"
+            f"{self.where} has blocks whose scale is infinite or NaN; the file is damaged, or was made from "
+            "a model with such values"
         )
 
     def _dequantised(self, rows: np.ndarray) -> torch.Tensor:

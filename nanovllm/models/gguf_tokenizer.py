@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.errors import ModelLoadError
+from nanovllm.models.gguf_ends import TURN_ENDS
 from nanovllm.models.gguf_file import GGUFFile
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
@@ -93,6 +94,7 @@ def _content(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
         twice = next(token for index, token in enumerate(tokens) if vocab[token] != index)
         raise file.problem(f"tokenizer.ggml.tokens has {twice!r} twice")
     types = _column(file, "token_type", len(tokens), _NORMAL).tolist()
+    types = [_CONTROL if token in TURN_ENDS else kind for token, kind in zip(tokens, types, strict=True)]
     added = [
         {
             **{"id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False},
