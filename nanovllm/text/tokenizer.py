@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from nanovllm.errors import ModelLoadError
 from nanovllm.inputs import PromptLike
 from nanovllm.text.detokenizer import BYTE_OF_LETTER
+from nanovllm.text.file_tokenizer import match_files
 from nanovllm.text.prompts import Prompt, parse_prompt, portions, show, split_prompts, to_list
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ Pair: TypeAlias = "tuple[Prompt, Prompt, str]"  # prompt, continuation, name of 
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `path`; `trust_remote_code` runs code from that folder.
+    """Load the tokenizer in `path`, which gives the ids of its files; `trust_remote_code` runs code from that
+    folder.
 
     Raises ModelLoadError that says what to do without a tokenizer.
     """
@@ -43,6 +45,9 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         if not tokenizer("a")["input_ids"]:  # transformers' result for a folder without tokenizer files
             raise ValueError("its vocabulary is empty")
+        match_files(tokenizer, path)
+    except ModelLoadError:
+        raise
     except Exception as error:  # transformers raises many kinds
         raise ModelLoadError(
             f"no tokenizer could be loaded from {path} ({error}); put the model's tokenizer files there, "
