@@ -9,7 +9,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens, as SentencePiece has
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+)  # kinds of tokens, as SentencePiece has
 SPACE = "\u2581"  # what SentencePiece writes for a space
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -63,8 +70,8 @@ def sentencepiece_steps(
                 left, right = token[:at], token[at:]
                 if left in vocab and right in vocab:
                     merges.append((-score, -at, vocab[left], left, right))
-    # The best score first, as SentencePiece merges. Of equal scores, such as those of runs of spaces, it takes
-    # the leftmost pair, which is the one whose left token has grown most.
+    # The best score first, as SentencePiece merges. Of equal scores, such as those of runs of spaces, it
+    # takes the leftmost pair, which is the one whose left token has grown most.
     merges.sort()
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
     before: list[dict[str, Any]] = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
@@ -92,7 +99,8 @@ def special_around(single: dict[str, tuple[str, int]]) -> dict[str, Any] | None:
         parts: list[dict[str, Any]] = []
         for type_id, text in enumerate(texts):
             around = {
-                name: [{"SpecialToken": {"id": token, "type_id": type_id}}] for name, (token, _) in single.items()
+                name: [{"SpecialToken": {"id": token, "type_id": type_id}}]
+                for name, (token, _) in single.items()
             }
             own = {"Sequence": {"id": text, "type_id": type_id}}
             parts += [*around.get("bos", []), own, *around.get("eos", [])]

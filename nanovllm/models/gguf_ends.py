@@ -11,8 +11,10 @@ from nanovllm.models.gguf_file import GGUFFile
 _KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Texts that nothing but a token has: such a token is a control token, whatever type the file gives it.
 TURN_ENDS = frozenset(
-    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <turn|> "
-    "<end_of_utterance> <|ifm|im_end|>".split()
+    (
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>"),
+        *("<|flush|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>", "<|ifm|im_end|>"),
+    )
 )
 # The end of a text, which a base model writes too.
 _TEXT_ENDS = frozenset(["<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"])

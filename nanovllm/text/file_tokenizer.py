@@ -1,8 +1,8 @@
 """The tokenizer that a folder's files describe, and what makes another one give its ids.
 
-transformers 5 builds many classes from vocabulary and merges alone, with the splitting of the class. A text may
-then get other ids than those with which the model was trained, without an error. So a probe is compared with
-tokenizer.json, or with SentencePiece where a folder has only its model.
+transformers 5 builds many classes from vocabulary and merges alone, with the splitting of the class. A text
+may then get other ids than those with which the model was trained, without an error. So a probe is compared
+with tokenizer.json, or with SentencePiece where a folder has only its model.
 """
 
 from __future__ import annotations
@@ -36,10 +36,44 @@ _logger = logging.getLogger("nanovllm")
 _FRAGMENTS = (
     *[" ", "  ", "     ", "\n", "\n\n", "\n\n\n\n", "\t", "\r\n", "\u00a0", "\u3000", "\u200b"],
     *["3", "42", "2023", "650841823", "\uff11\uff12", "\u0663", "\u00bd", "x2", "1,000.50"],
-    *["Hello", "hello", "HELLO", "HTTPServer", "camelCase", "\u00c9t\u00e9", "e\u0301", "\u00dfs", "\u0421\u043b\u043e\u0432\u043e"],
+    *[
+        "Hello",
+        "hello",
+        "HELLO",
+        "HTTPServer",
+        "camelCase",
+        "\u00c9t\u00e9",
+        "e\u0301",
+        "\u00dfs",
+        "\u0421\u043b\u043e\u0432\u043e",
+    ],
     *["'s", "'LL", "don't", "I'VE", "\u017f'\u017f", "\u2019re"],
-    *["\u65e5\u672c\u8a9e", "\u4e2d\u6587", "\ud55c\uad6d\uc5b4", "\u0e44\u0e17\u0e22", "\u0928\u092e\u0938\u094d\u0924\u0947", "\u0627\u0644", "\u3002", "\u4e00"],
-    *["def f(x):", "    return x**2", "#include <a>", "//", "!=", "...", "\"", "_", "--", "/", "$", "{}", "\u2014", "\u20ac"],
+    *[
+        "\u65e5\u672c\u8a9e",
+        "\u4e2d\u6587",
+        "\ud55c\uad6d\uc5b4",
+        "\u0e44\u0e17\u0e22",
+        "\u0928\u092e\u0938\u094d\u0924\u0947",
+        "\u0627\u0644",
+        "\u3002",
+        "\u4e00",
+    ],
+    *[
+        "def f(x):",
+        "    return x**2",
+        "#include <a>",
+        "//",
+        "!=",
+        "...",
+        '"',
+        "_",
+        "--",
+        "/",
+        "$",
+        "{}",
+        "\u2014",
+        "\u20ac",
+    ],
     *["\U0001f980", "\U0001f44d\U0001f3fd", "\u2764\ufe0f", "\ufffd", "\x00", "\x7f"],
 )
 _LONGEST_PROBE = 64  # tokens with texts of their own that are tried
@@ -79,7 +113,9 @@ def match_files(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         return
     _add_tokens(wanted, own)
     tokenizer._tokenizer = wanted
-    _logger.info("the tokenizer is that of %s; transformers' %s gives other ids", folder, type(tokenizer).__name__)
+    _logger.info(
+        "the tokenizer is that of %s; transformers' %s gives other ids", folder, type(tokenizer).__name__
+    )
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -124,7 +160,10 @@ def _of_json(file: Path, folder: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     wanted = Tokenizer.from_file(str(file))
-    if wanted.token_to_id("<\uff5cUser\uff5c>") == 151644 and _json(folder / "config.json").get("model_type") == "qwen2":
+    if (
+        wanted.token_to_id("<\uff5cUser\uff5c>") == 151644
+        and _json(folder / "config.json").get("model_type") == "qwen2"
+    ):
         content = json.loads(wanted.to_str())
         content |= {"normalizer": {"type": "NFC"}, "pre_tokenizer": split_steps(QWEN2)}
         wanted = Tokenizer.from_str(json.dumps(content))
@@ -157,7 +196,8 @@ def _of_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path, folder: Pa
         from tokenizers import Tokenizer
 
         reference = sentencepiece.SentencePieceProcessor(str(file))
-        model = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes())
+        model: Any = sentencepiece_model_pb2
+        model = model.ModelProto.FromString(file.read_bytes())
     except Exception:  # it raises many kinds for another file
         return None
     texts = list(_plain_probe())
@@ -173,8 +213,8 @@ def _of_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path, folder: Pa
     if _ids(tokenizer, texts) == theirs:
         return None
     raise ModelLoadError(
-        f"the ids that transformers' {type(tokenizer).__name__} gives texts are not those of SentencePiece with "
-        f"{file}; put the model's tokenizer.json beside it, or pass a folder with one as tokenizer"
+        f"the ids that transformers' {type(tokenizer).__name__} gives texts are not those of SentencePiece "
+        f"with {file}; put the model's tokenizer.json beside it, or pass a folder with one as tokenizer"
     )
 
 

@@ -262,7 +262,9 @@ def _are_known_steps(content: dict[str, Any]) -> bool | None:
     model, pre_tokenizers = content["model"], list(_steps(content["pre_tokenizer"], "pretokenizers"))
     kinds = [each["type"] for each in pre_tokenizers]
     for each in _steps(content["normalizer"], "normalizers"):
-        is_space = each.get("pattern") == {"String": " "} and each.get("content") == _SPACE
+        pattern = each.get("pattern", {})
+        is_before = pattern.get("Regex", "").startswith(r"\A(?!")  # it puts a space before a text
+        is_space = each.get("content") == _SPACE and (pattern == {"String": " "} or is_before)
         if each["type"] not in _NORMALIZERS or (each["type"] == "Replace" and not is_space):
             return None
     if not set(kinds) <= set(_PRE_TOKENIZERS) or any(
