@@ -45,7 +45,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         if not tokenizer("a")["input_ids"]:  # transformers' result for a folder without tokenizer files
             raise ValueError("its vocabulary is empty")
-        match_files(tokenizer, path)
+        match_files(tokenizer, Path(path))
     except ModelLoadError:
         raise
     except Exception as error:  # transformers raises many kinds
