@@ -78,12 +78,7 @@ def open_model(config: Config) -> OpenedModel:
         )
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     model_config = model_config.rotated_up_to(max_model_len)
-    processor = Processor(
-        find_tokenizer(config, path),
-        model_config.vocab_size,
-        model_config.eos_token_ids,
-        config.max_logprobs,
-    )
+    processor = make_processor(config, path, model_config)
     if config.load_format == "auto":
         check_weights(model_config, path)
     return OpenedModel(config, path, model_config, max_model_len, defaults, processor)
@@ -135,6 +130,15 @@ def find_tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase 
         name = config.model if config.tokenizer is None else config.tokenizer
         path = resolve_model_path(name, _hub(config, config.tokenizer_revision), "tokenizer")
     return open_checkpoint(path).tokenizer(lambda folder: load_tokenizer(folder, config.trust_remote_code))
+
+
+def make_processor(config: Config, path: Path, model_config: ModelConfig) -> Processor:
+    """The processor with the model's tokenizer and its ends of answers. Errors as of `find_tokenizer`."""
+    tokenizer, ends = find_tokenizer(config, path), model_config.eos_token_ids
+    processor = Processor(tokenizer, model_config.vocab_size, ends, config.max_logprobs)
+    if not open_checkpoint(path).states_ends:
+        processor.add_written_end()
+    return processor
 
 
 def _hub(config: Config, revision: str | None) -> Hub:

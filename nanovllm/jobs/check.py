@@ -25,7 +25,7 @@ from nanovllm.config import Config, versions
 from nanovllm.device import Device
 from nanovllm.engine.startup import (
     find_model,
-    find_tokenizer,
+    make_processor,
     overridden,
     read_generation_config,
     recommended_params,
@@ -96,10 +96,9 @@ def _read_model(args: argparse.Namespace) -> _Model:
         changes = config.override_generation_config or {}
         params = recommended_params(overridden(generation, config.generation_config, changes))
         limit = resolve_max_model_len(config.max_model_len, model_config)
-        tokenizer = find_tokenizer(config, path)
-    renderer = Renderer(tokenizer, args.chat_template_kwargs, args.chat or args.messages_column is not None)
-    eos_token_ids = model_config.eos_token_ids
-    processor = Processor(tokenizer, model_config.vocab_size, eos_token_ids, config.max_logprobs)
+        processor = make_processor(config, path, model_config)
+    is_chat = args.chat or args.messages_column is not None
+    renderer = Renderer(processor.tokenizer, args.chat_template_kwargs, is_chat)
     processor.max_model_len = limit
     return params, renderer, processor
 

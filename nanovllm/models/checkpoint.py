@@ -63,6 +63,8 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    states_ends = True  # whether its files list all tokens that end an answer
+
     @classmethod
     def reads(cls, path: Path) -> bool:
         """Whether files at `path` are of this format, as far as their names say."""
