@@ -165,7 +165,8 @@ class GrammarCompiler:
         schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
         schema = self._enforceable(schema, params)
         options["json_allowed_escapes"] = escapes(schema)
-        return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options))
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        return str(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options))
 
     def _enforceable(self, schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
         """The schema as llguidance enforces it. ValueError for one that it cannot follow."""
