@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -184,7 +185,7 @@ class LLM(OtherNames, VLLMCalls):
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         on_error: str = "raise",
-        chat_template: str | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
@@ -193,8 +194,8 @@ class LLM(OtherNames, VLLMCalls):
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of `{"role": ..., "content": ...}`, or a list of conversations.
 
-        A content is a string or a list of `{"type": "text", "text": ...}`, which are joined by newlines.
-        chat_template: a Jinja template that replaces the model's own.
+        A content is a string or a list of `{"type": "text", "text": ...}`; the template gets what it takes.
+        chat_template: a Jinja template, a file that holds one, or the name of one of the model's templates.
         add_generation_prompt: end the prompt with the start of an assistant message.
         continue_final_message: continue the last message; needs `add_generation_prompt=False`.
         tools: JSON schemas, or functions with types and docstrings, for the template.

@@ -226,10 +226,15 @@ def _sort_key(task: Task) -> _Key:
     if task.kind == "embed":
         return "embed", "", _NO_IDS
     if task.is_chat:
-        return "chat", "\0".join(str(message["content"]) for message in task.prompt), _NO_IDS
+        return "chat", "\0".join(_text(message["content"]) for message in task.prompt), _NO_IDS
     if isinstance(task.prompt, str):
         return "text", task.prompt, _NO_IDS
     return "ids", "", task.prompt
+
+
+def _text(content: str | list[dict[str, str]] | None) -> str:
+    """The text of a message's content, which may have parts."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
 
 
 def _is_shared(one: _Key, other: _Key) -> bool:
@@ -249,7 +254,7 @@ def _work(task: Task) -> Work:
     """What a task asks for."""
     parts = task.prompt if task.kind == "embed" else [task.prompt]
     if task.is_chat:
-        parts = [str(message["content"]) for message in task.prompt]
+        parts = [_text(message["content"]) for message in task.prompt]
     limit = 0 if task.kind == "embed" else task.params.max_tokens
     size = 0.0
     for part in parts:
@@ -272,5 +277,5 @@ def _size(task: Task) -> int:
     """The bytes of a task in memory: its row's, or its prompt's, if they are more."""
     parts = task.prompt if task.kind == "embed" else [task.prompt]
     if task.is_chat:
-        parts = [message["content"] for message in task.prompt]
+        parts = [_text(message["content"]) for message in task.prompt]
     return max(task.num_bytes, sum(map(getsizeof, parts)))
