@@ -21,7 +21,7 @@ from unittest.mock import Mock
 import jobs
 import pytest
 import torch
-from jobs import FakeLLM, files, read_rows, rows_of, run, watched, write_rows
+from jobs import FakeLLM, Lent, files, read_rows, rows_of, run, watched, write_rows
 from killed_jobs import FORKED, fork_server
 
 from nanovllm import LLM
@@ -34,7 +34,6 @@ from nanovllm.workers.worker import leave
 SECONDS = 120  # against hangs
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 STEP = StepStats(EMPTY_BATCH, 0.01, 0, 0, 0, 1, 0, 0.0)
-NUM_ROWS = 150  # of jobs that are interrupted at any moment
 
 
 class Stubborn(FakeLLM):
@@ -198,12 +197,13 @@ def interrupted(argv: list[Any], moment: int, note: Path, make_llm: Callable[...
             signal.raise_signal(INT)
 
     def main() -> int:
+        os.write(file, b"0 calls\n")
         sys.setprofile(count)
         try:
             return real_main()
         finally:
             sys.setprofile(None)
-            os.write(file, f"{calls}\n".encode())
+            os.write(file, f"calls: {calls}\n".encode())
 
     file = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, sys.stderr.fileno())
@@ -215,22 +215,23 @@ def interrupted(argv: list[Any], moment: int, note: Path, make_llm: Callable[...
     program.program()
 
 
-def check_interrupted(folder: Path, make_llm: Callable[..., Any], process: Any, *argv: object) -> int:
+def check_interrupted(process: Any, make_llm: Callable[..., Any], source: Path, *argv: object) -> int:
     """Wait for an interrupted job and check how it ended; resume it, and check its answers. Return its exit
     code."""
     process.join(SECONDS)
-    code, printed = process.exitcode, (folder / "note").read_text()
+    folder, rows = source.parent, len(read_rows(source))
+    journal, out, note = (folder / name for name in ("out.jsonl.job.json", "out.jsonl", "note"))
+    code, printed = process.exitcode, note.read_text()
     assert code in (0, 130) and "Traceback" not in printed and "ignored" not in printed, (code, printed)
-    journal, out = folder / "out.jsonl.job.json", folder / "out.jsonl"
     state = json.loads(journal.read_text())["state"] if journal.exists() else ""
     assert (code == 0) == (state == "finished"), (code, state, printed)
     assert code == 0 or state in ("", "running", "stopped by Ctrl-C; the same command resumes"), state
     before = read_rows(out) if out.exists() else []
-    assert run(folder / "in.jsonl", "-o", out, *argv, make_llm=make_llm) == 0
+    assert run(source, "-o", out, *argv, make_llm=make_llm) == 0
     after = read_rows(out)
-    assert [row["index"] for row in after] == list(range(NUM_ROWS))
+    assert [row["index"] for row in after] == list(range(rows))
     assert all(row == after[row["index"]] for row in before)
-    assert files(folder) == {"in.jsonl", "out.jsonl", "out.jsonl.job.json", "note"}
+    assert files(folder) == {source.name, out.name, journal.name, note.name}
     return code
 
 
@@ -240,41 +241,43 @@ def test_ctrl_c_at_any_call(tmp_path: Path) -> None:
     for number in range(25):
         folder = tmp_path / str(number)
         folder.mkdir()
-        source = write_rows(folder / "in.jsonl", rows_of(NUM_ROWS))
+        source = write_rows(folder / "in.jsonl", rows_of(150))
         moment = rng.randrange(1, num_calls) if number else -1
         args = [source, "-o", folder / "out.jsonl"], moment, folder / "note", FakeLLM
         with fork_server():
             process = FORKED.Process(target=interrupted, args=args)
             process.start()
-        codes[check_interrupted(folder, FakeLLM, process)] += 1
+        codes[check_interrupted(process, FakeLLM, source)] += 1
         num_calls = num_calls or int((folder / "note").read_text().split()[-1])
     assert codes[130] >= 20 and codes[0] >= 1, codes
 
 
 @pytest.mark.full
 def test_ctrl_c_at_any_time(tmp_path: Path) -> None:
-    """With an engine, 300 times, from start to end."""
+    """300 jobs with an engine, each interrupted at a random time between its start and its end."""
     rng, codes, seconds = random.Random(0), Counter[int](), 0.0
-    options = ["--device", "cpu", "--max-num-seqs", 8, "--num-kvcache-blocks", 200]
-    options += ["--sampling", "max_tokens=12"]
-    for number in range(301):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        source = write_rows(folder / "in.jsonl", rows_of(NUM_ROWS))
-        argv = [source, "-o", folder / "out.jsonl", *options]
-        with fork_server():
-            process = FORKED.Process(target=interrupted, args=(argv, -1, folder / "note", LLM))
-            process.start()
-        wait_for((folder / "note").exists)
-        began = time.monotonic()
-        if number:
-            time.sleep(rng.uniform(0, seconds))
-            with suppress(ProcessLookupError):
-                os.kill(process.pid or 0, INT)
-        else:
-            process.join()
-            seconds = time.monotonic() - began
-        codes[check_interrupted(folder, LLM, process, *options)] += 1
+    options = {"device": "cpu", "max_num_seqs": 8, "num_kvcache_blocks": 200}
+    flags = ["--device", "cpu", "--max-num-seqs", 8, "--num-kvcache-blocks", 200]
+    flags += ["--sampling", "max_tokens=12"]
+    with LLM(jobs.demo_model_path(), **options) as llm:
+        for number in range(301):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            source = write_rows(folder / "in.jsonl", rows_of(60))
+            argv = [source, "-o", folder / "out.jsonl", *flags]
+            with fork_server():
+                process = FORKED.Process(target=interrupted, args=(argv, -1, folder / "note", LLM))
+                process.start()
+            wait_for(lambda path=folder / "note": path.exists() and "calls" in path.read_text())
+            began = time.monotonic()
+            if number:
+                time.sleep(rng.uniform(0, seconds))
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid or 0, INT)
+            else:
+                process.join()
+                seconds = time.monotonic() - began
+            codes[check_interrupted(process, Lent(llm), source, *flags)] += 1
     assert codes[130] >= 200 and codes[0] >= 1, codes
 
 
