@@ -129,9 +129,9 @@ class Core:
                 events = self.scheduler.postprocess(step.batch, output)
             if self._run_ahead:
                 self._in_flight = self._drawn(launched)
-        if step is None:
-            return Stepped([], peak_usage)
-        return self._finished(step, events, now, peak_usage)
+            if step is None:
+                return Stepped([], peak_usage)
+            return self._finished(step, events, now, peak_usage)
 
     def _plan(self) -> _LaunchedStep | None:
         """Plan the next step, which must be launched then; None if nothing can be planned."""

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from nanovllm.engine.stats import counted
 from nanovllm.errors import BadRow, attempt
-from nanovllm.jobs.errors import TOO_MANY_ERRORS, JobFailedError
+from nanovllm.jobs.errors import TOO_MANY_ERRORS, JobFailedError, Signals
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.progress import JobProgress, Work
 from nanovllm.jobs.sources import Input, SourceRow
@@ -44,11 +44,12 @@ class JobRunner:
     num_rows: int | None = None  # of the input, once all have been read
     answers: Any = None  # of all runs, for the report
 
-    def __init__(self, args: argparse.Namespace, source: Input, output: Output) -> None:
-        """args: of the command line; uses `max_errors`, `ordered` and `window`."""
+    def __init__(self, args: argparse.Namespace, source: Input, output: Output, signals: Signals) -> None:
+        """args: of the command line; uses `max_errors`, `ordered` and `window`. signals: end the job."""
         self.args = args
         self.source = source
         self.output = output
+        self.signals = signals
         self.progress = JobProgress(source, len(output.finished), output.num_errors)
         self._held: dict[int, _Line] = {}  # lines that wait for earlier rows, with `ordered`
         self._next = source.first  # the next row to write, with `ordered`
@@ -70,6 +71,7 @@ class JobRunner:
         """The rows that have no line yet; all others are only counted."""
         num_rows = self.progress.rows_taken = 0
         for row in self.source.rows():
+            self.signals.check()
             num_rows = self.progress.rows_read = row.index + 1 - self.source.first
             if row.index not in self.output.finished:
                 self.progress.rows_taken += 1
@@ -172,6 +174,7 @@ class JobRunner:
         self.output.write(index, record, columns)
         self.progress.written(is_error=record["error"] is not None)
         self.check_errors()
+        self.signals.check()
 
 
 def portions(items: Iterator[_Item], rows: int) -> Iterator[list[_Item]]:
