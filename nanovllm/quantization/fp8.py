@@ -6,7 +6,7 @@ dequantised to the model's dtype as it is loaded. Opens no file and knows no mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +68,7 @@ class Fp8LinearMethod(Fp8Method, LinearMethod):
         target: Fp8Weight | Store
         if self.products and shape[1] % _MULTIPLE == 0 and not splits_blocks(shards, self.stored):
             (n, k), groups = shape, shape[:1]
-            if self.stored is Stored.BLOCKS:
+            if self.stored.in_blocks:
                 groups = -(-n // GROUP) if is_aligned(shards) else n, -(-k // GROUP)
             self.weight = Fp8Weight(
                 *make_weight(layer, ("weight", "weight_scale"), shape, groups, self.device)
@@ -170,7 +170,7 @@ class Fp8Config(QuantConfig):
             stated,
             {
                 "activation_scheme": ("dynamic", "static", None),
-                "fmt": ("e4m3", None),
+                "fmt": ("e4m3", "float8_e4m3fn", None),
                 "weight_block_size": ([GROUP, GROUP], None),
             },
         )
@@ -180,16 +180,19 @@ class Fp8Config(QuantConfig):
                 f"config.json: quantization_config: modules_to_not_convert must be names, not {names!r}"
             )
         stored = Stored.TENSOR if stated.get("weight_block_size") is None else Stored.BLOCKS
-        return cls(stored, tuple(names), stated.get("activation_scheme") == "static")
+        static = stated.get("activation_scheme") == "static"
+        return cls(stored, tuple(names), static, cache_scales=bool(stated.get("kv_cache_scheme")))
 
     def method(self, path: str, kind: Kind) -> LinearMethod:
-        whole = f".{path}."
-        if kind != "linear" or any(f".{name}." in whole for name in self.ignored):
+        if kind != "linear" or self._ignores(self.names.of(path)):
             return super().method(path, kind)
         return Fp8LinearMethod(self.stored, self.products, self.input_scales)
 
+    def _ignores(self, names: Iterable[str]) -> bool:
+        return any(f".{name}." in f".{each}." for each in names for name in self.ignored)
+
     def experts(self, path: str) -> ExpertsMethod:
-        if any(f".{name}." in f".{path}." for name in self.ignored):
+        if self._ignores((*self.names.of(path), *self.names.of_experts(path))):
             return super().experts(path)
         return Fp8ExpertsMethod(self.stored, self.products, self.input_scales)
 
