@@ -98,6 +98,12 @@ def read_embedding_defaults(path: Path, model_config: ModelConfig) -> EmbeddingD
         raise ValueError(f"{found.problem}, and this model has no LM head, so it only makes embeddings")
     if found.note:
         logger.warning("%s", found.note)
+    if (found.cut or model_config.longest) < model_config.longest:
+        logger.warning(
+            "sentence-transformers' files cut texts off after %d tokens, and embed() does not; pass shorter "
+            "texts for the same embeddings",
+            found.cut,
+        )
     return found
 
 

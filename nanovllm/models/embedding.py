@@ -14,6 +14,8 @@ from nanovllm.errors import ModelLoadError
 from nanovllm.models.checkpoint import MODULES_FILE, read_json, read_json_list, shortened
 
 PROMPTS_FILE = "config_sentence_transformers.json"
+# Each with the key of the most tokens of a text: of versions before 6, and of later ones.
+_LENGTHS = (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length"))
 _POOLINGS = {"lasttoken": "last", "mean": "mean"}  # their names here
 _OLDER_NAMES = {  # keys with true or false, of versions before 6
     "pooling_mode_cls_token": "cls",
@@ -33,6 +35,7 @@ class EmbeddingDefaults:
     normalize: bool = True
     problem: str | None = None  # why the files' embeddings cannot be computed
     note: str | None = None  # what the files say that is not done
+    cut: int | None = None  # sentence-transformers uses so many tokens of a text
 
 
 def embedding_defaults(folder: Path) -> EmbeddingDefaults:
@@ -59,7 +62,15 @@ def embedding_defaults(folder: Path) -> EmbeddingDefaults:
         elif kind not in ("Transformer", "Dropout"):  # dropout does nothing outside training
             problem = problem or f"{file}: a module of type {shortened(repr(kind))} is not supported"
     problem = problem or (None if pooling else f"{file} has no module of type 'Pooling'")
-    return EmbeddingDefaults(pooling or "last", normalize, problem, _note(folder))
+    lower = _optional(folder / _LENGTHS[0][0]).get("do_lower_case")
+    problem = problem or (f"{folder / _LENGTHS[0][0]}: do_lower_case is not supported" if lower else None)
+    lengths = (_optional(folder / name).get(key) for name, key in _LENGTHS)
+    cut = next((each for each in lengths if isinstance(each, int) and each > 0), None)
+    return EmbeddingDefaults(pooling or "last", normalize, problem, _note(folder), cut)
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
 
 
 def _relative(file: Path, module: Mapping[str, Any]) -> str:
@@ -84,7 +95,7 @@ def _pooling(settings: Mapping[str, Any]) -> tuple[str, str]:
 
 def _note(folder: Path) -> str | None:
     """A warning of a text that sentence-transformers puts before every text."""
-    settings = read_json(file) if (file := folder / PROMPTS_FILE).is_file() else {}
+    settings = _optional(folder / PROMPTS_FILE)
     name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
     prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
     if not prompt:

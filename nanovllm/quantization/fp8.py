@@ -6,6 +6,7 @@ dequantised to the model's dtype as it is loaded. Opens no file and knows no mod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -158,7 +159,7 @@ class Fp8Config(QuantConfig):
     """All linear layers but `ignored` are in FP8; the LM head is not."""
 
     stored: Stored = Stored.FLOATS
-    ignored: tuple[str, ...] = ()  # modules, or the last parts of their names
+    ignored: tuple[str, ...] = ()  # as `_covers` reads them
     input_scales: bool = False
     products: bool = False
 
@@ -179,6 +180,14 @@ class Fp8Config(QuantConfig):
             raise ValueError(
                 f"config.json: quantization_config: modules_to_not_convert must be names, not {names!r}"
             )
+        for name in names:
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise ValueError(
+                    f"config.json: quantization_config: modules_to_not_convert: {name!r} is no regular "
+                    f"expression: {error}"
+                ) from None
         stored = Stored.TENSOR if stated.get("weight_block_size") is None else Stored.BLOCKS
         static = stated.get("activation_scheme") == "static"
         return cls(stored, tuple(names), static, cache_scales=bool(stated.get("kv_cache_scheme")))
@@ -189,7 +198,7 @@ class Fp8Config(QuantConfig):
         return Fp8LinearMethod(self.stored, self.products, self.input_scales)
 
     def _ignores(self, names: Iterable[str]) -> bool:
-        return any(f".{name}." in f".{each}." for each in names for name in self.ignored)
+        return any(_covers(name, each) for each in names for name in self.ignored)
 
     def experts(self, path: str) -> ExpertsMethod:
         if self._ignores((*self.names.of(path), *self.names.of_experts(path))):
@@ -215,6 +224,14 @@ class Fp8Config(QuantConfig):
             "the FP8 weights are dequantised as they are loaded, because this device does not multiply FP8 "
             "values (GPUs from compute capability 8.9 on do, with Triton)"
         )
+
+
+def _covers(pattern: str, name: str) -> bool:
+    """Whether a name of `modules_to_not_convert` is that of a module, of one that holds it, or the last parts
+    of its name; it may be a regular expression for whole parts, from the first on."""
+    if f".{pattern}." in f".{name}.":
+        return True
+    return re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", name) is not None
 
 
 def multiplies_fp8(capability: tuple[int, int]) -> bool:

@@ -193,6 +193,11 @@ STATED: dict[str, tuple[Any, EmbeddingDefaults]] = {
 }
 
 
+def test_without_such_files_the_last_token_is_normalised(tmp_path: Path) -> None:
+    """As sentence-transformers 6 and vLLM pool a decoder."""
+    assert embedding_defaults(tmp_path) == EmbeddingDefaults("last", True)
+
+
 @pytest.mark.parametrize(("written", "wanted"), STATED.values(), ids=STATED)
 def test_what_the_files_state(tmp_path: Path, written: Any, wanted: EmbeddingDefaults) -> None:
     assert embedding_defaults(describe(tmp_path, *written)) == wanted
@@ -270,6 +275,29 @@ def test_a_prompt_before_every_text_is_named(tmp_path: Path, caplog: pytest.LogC
     edit_json(path, default_prompt_name="query")
     with make_tiny(folder):
         assert "default_prompt_name 'query'" in caplog.text and "'Find: '" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")],
+)
+def test_texts_that_sentence_transformers_cuts_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, key: str
+) -> None:
+    """They are used whole, and the start says so."""
+    folder = describe(flatten(write_tiny_model(tmp_path)), older("lasttoken"))
+    for length, is_cut in ((512, False), (10**30, False), (8, True)):
+        caplog.clear()
+        (folder / name).write_text(json.dumps({key: length}))
+        with make_tiny(folder) as llm:
+            assert ("cut texts off after 8 tokens" in caplog.text) == is_cut
+            [output] = llm.embed([PROMPTS[0]], use_tqdm=False, normalize=False)
+            wanted = hidden_states(folder, PROMPTS[0])[-1]
+            assert np.allclose(output.outputs.embedding, wanted, atol=1e-4)
+    if key == "max_seq_length":
+        edit_json(folder / name, do_lower_case=True)
+        with pytest.raises(ValueError, match=r"sentence_bert_config\.json: do_lower_case is not supported"):
+            make_tiny(folder)
 
 
 def test_the_hub_delivers_the_folders_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

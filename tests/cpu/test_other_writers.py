@@ -120,6 +120,29 @@ def test_experts_by_the_names_of_their_projections(tmp_path: Path) -> None:
     check_same(folder, in_floats(folder, tmp_path / "exact", dequantised(tensors_of(folder))))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "left"),
+    [
+        ("model.layers.1", {1}),
+        ("layers.1", {1}),
+        ("down_proj", set(range(11))),
+        ("mlp", set(range(11))),
+        ("proj", set()),
+        (r"model\.layers\.(0|1)", {0, 1}),
+        ("model.layers.1.*", {1, 10}),
+        ("model.layers.1.mlp.down", set()),
+    ],
+)
+def test_names_that_fp8_leaves_alone(tmp_path: Path, pattern: str, left: set[int]) -> None:
+    """Whole parts of names, as transformers reads them: layers.1 is not layers.10."""
+    config = {"quant_method": "fp8", "modules_to_not_convert": [pattern]}
+    quant = load_model_config(
+        write_tiny_model(tmp_path, num_hidden_layers=11), overrides={"quantization_config": config}
+    ).quant
+    kinds = [type(quant.method(f"model.layers.{n}.mlp.down_proj", "linear")).__name__ for n in range(11)]
+    assert {n for n, kind in enumerate(kinds) if kind != "Fp8LinearMethod"} == left
+
+
 # -- FP8 in blocks ------------------------------------------------------------------------------------------
 
 
