@@ -293,8 +293,8 @@ class LLM(OtherNames, VLLMCalls):
         prompts: PromptLike | Iterable[PromptLike],
         use_tqdm: bool | Callable[..., Any] = True,
         *,
-        pooling: str = "last",
-        normalize: bool = True,
+        pooling: str | None = None,
+        normalize: bool | None = None,
         on_error: str = "raise",
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **others: Any,
@@ -303,14 +303,21 @@ class LLM(OtherNames, VLLMCalls):
 
         prompts, use_tqdm, on_error, others: as for `generate`.
         pooling: "last" takes the last token's hidden state, "mean" the mean over all tokens. "mean" computes
-        all tokens, even those in the prefix cache. normalize: scale the embedding to Euclidean length 1.
+        all tokens, even those in the prefix cache. normalize: scale the embedding to Euclidean length 1. None
+        means what sentence-transformers' files in the model's folder state; without them "last" and True.
+        ValueError if they ask for what is not supported, unless `pooling` is given.
         pooling_params: vLLM's, one for all prompts or a list with one for each; what they set replaces
         `normalize`.
         """
         self._lifecycle.check_open()
         refuse_others(LLM.embed, others, EMBED)
+        stated = self._embedding
+        if pooling is None and stated.problem:
+            raise ValueError(f"{stated.problem}; pass pooling='last' or 'mean' for hidden states as they are")
+        pooling = stated.pooling if pooling is None else pooling
         if pooling not in ("last", "mean"):
             raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
+        normalize = stated.normalize if normalize is None else normalize
         rows, where = parse_prompts(prompts)
         ends = parse_pooling_params(pooling_params, len(rows), normalize, self.model_config.hidden_size)
         outputs = self._generate(

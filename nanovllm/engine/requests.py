@@ -15,12 +15,30 @@ from time import perf_counter, time
 import xxhash
 
 from nanovllm.batch import Batch, TokenEvents
+from nanovllm.config import Config
+from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed, unlisted
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule
 from nanovllm.text.detokenizer import LONGEST_CUT, StopStrings
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Request
+
+
+def check_can_run(request: Request, config: Config, model: ModelConfig) -> None:
+    """Raise ValueError if this engine cannot run the request, whatever its length."""
+    ranks, replicas = config.tensor_parallel_size, config.data_parallel_size
+    if max(ranks, replicas) > 1 and request.params.logits_processors:
+        raise ValueError(
+            "logits_processors are functions of this process and need tensor_parallel_size=1 and "
+            f"data_parallel_size=1, not {ranks} and {replicas}; use logit_bias, allowed_token_ids or "
+            "structured_outputs"
+        )
+    if request.pooling is None and not model.has_head:
+        raise ValueError(
+            "this model has no LM head (its files have no lm_head.weight, and config.json no "
+            "tie_word_embeddings), so it draws and scores no tokens; embed() makes embeddings"
+        )
 
 
 @dataclass(slots=True, eq=False)

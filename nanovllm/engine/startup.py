@@ -16,8 +16,9 @@ from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.models.checkpoint import GENERATION_FILE
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.embedding import EmbeddingDefaults, embedding_defaults
 from nanovllm.models.registry import Hub, load_model_config, open_checkpoint, resolve_model_path
-from nanovllm.models.weights import check_weights
+from nanovllm.models.weights import check_weights, find_head
 from nanovllm.quantization.base import ROW_BYTES
 from nanovllm.runner.memory import CALIBRATION_TOKENS
 from nanovllm.sampling_params import SamplingParams
@@ -49,6 +50,7 @@ class OpenedModel(NamedTuple):
     max_model_len: int  # the one asked for, or the longest that the model supports
     defaults: dict[str, Any]  # sampling parameters that the model recommends
     processor: Processor
+    embedding: EmbeddingDefaults
 
 
 def open_model(config: Config) -> OpenedModel:
@@ -67,8 +69,8 @@ def open_model(config: Config) -> OpenedModel:
     model_config = read_model_config(config, path, generation, device)
     if not device.is_cuda and config.dtype == "auto":
         logger.info("dtype: %s on this CPU (the checkpoint's is %s)", *_dtypes(device, model_config))
-    if model_config.quant.note:
-        logger.warning("%s", model_config.quant.note)
+    for note in model_config.quant.notes:
+        logger.warning("%s", note)
     defaults = overridden(generation, option, changes)
     model_config.check_tensor_parallel_size(config.tensor_parallel_size)
     check_experts(config, model_config, device)
@@ -81,7 +83,25 @@ def open_model(config: Config) -> OpenedModel:
     processor = make_processor(config, path, model_config)
     if config.load_format == "auto":
         check_weights(model_config, path)
-    return OpenedModel(config, path, model_config, max_model_len, defaults, processor)
+    embedding = read_embedding_defaults(path, model_config)
+    return OpenedModel(config, path, model_config, max_model_len, defaults, processor, embedding)
+
+
+def read_embedding_defaults(path: Path, model_config: ModelConfig) -> EmbeddingDefaults:
+    """How the files in `path` make embeddings. ValueError if the model can do nothing else, and they ask for
+    what is not supported."""
+    found = embedding_defaults(path)
+    if found.problem and not model_config.has_head:
+        raise ValueError(f"{found.problem}, and this model has no LM head, so it only makes embeddings")
+    if found.note:
+        logger.warning("%s", found.note)
+    if (found.cut or model_config.longest) < model_config.longest:
+        logger.warning(
+            "sentence-transformers' files cut texts off after %d tokens, and embed() does not; pass shorter "
+            "texts for the same embeddings",
+            found.cut,
+        )
+    return found
 
 
 def _dtypes(device: Device, model_config: ModelConfig) -> tuple[str, str]:
@@ -93,6 +113,8 @@ def _dtypes(device: Device, model_config: ModelConfig) -> tuple[str, str]:
 def read_model_config(config: Config, path: Path, generation: dict[str, Any], device: Device) -> ModelConfig:
     """The config of the model in `path`, whose weights are stored as this device can use them."""
     model = load_model_config(path, generation, config.hf_overrides, config.quantization)
+    if config.load_format == "auto" and open_checkpoint(path).files()[1]:
+        model = find_head(model, path)
     return replace(model, quant=model.quant.on(device.capability))
 
 

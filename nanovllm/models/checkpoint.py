@@ -23,12 +23,23 @@ from nanovllm.quantization.base import WeightSource
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
+MODULES_FILE = "modules.json"  # of sentence-transformers, with the folders of modules
+_EMBEDDING_FILES = (MODULES_FILE, "*sentence_*.json", "*_*/config.json")
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _TOKENIZER_FILES = (  # patterns; transformers reads these
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "tekken.json"),
     *("chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
     *("vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
+)
+_SMALL_FILES = (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    MODELOPT_FILE,
+    _INDEX_FILE,
+    *_TOKENIZER_FILES,
+    *_EMBEDDING_FILES,
 )
 _TEKKEN = "tekken.json"
 _OTHER_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
@@ -60,6 +71,8 @@ class Checkpoint:
     Opens no file before it is asked. Every method may raise ModelLoadError that names the file.
     """
 
+    absent: frozenset[str] = frozenset()  # tensors that an index lists and no file has, once opened
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -87,6 +100,11 @@ class Checkpoint:
         file = self.path / GENERATION_FILE
         content: dict[str, Any] = _with_floats(read_json(file)) if file.is_file() else {}
         return content
+
+    def modelopt(self) -> dict[str, Any]:
+        """The content of the file in which ModelOpt says how it has quantised; empty if there is none."""
+        file = self.path / MODELOPT_FILE
+        return read_json(file) if file.is_file() else {}
 
     def tokenizer(self, read: Callable[[Path], T]) -> T:
         """Check the tokenizer's files, and return what `read` makes of a folder with them."""
@@ -119,7 +137,7 @@ class Checkpoint:
         files = _weight_files(self.path)
         if not files:
             raise ModelLoadError(f"{self.path} holds no *.safetensors weights{_unread(self.path)}")
-        for file_name, indexed in files.items():
+        for file_name in files:
             path = self.path / file_name
             try:
                 opened = stack.enter_context(safe_open(path, framework="pt"))
@@ -130,21 +148,18 @@ class Checkpoint:
                 raise ModelLoadError(
                     f"{path} cannot be read, is it complete? {type(error).__name__}: {shortened(error)}"
                 ) from error
-            absent = sorted(indexed - slices.keys())
-            if absent:
-                raise ModelLoadError(
-                    f"{path} lacks tensors that {_INDEX_FILE} lists for it: {listing(absent)}"
-                )
             twice = sorted(slices.keys() & owners.keys())
             if twice:
                 raise ModelLoadError(f"{path} has tensors that {owners[twice[0]]} has too: {listing(twice)}")
             owners.update(dict.fromkeys(slices, file_name))
             tensors.update(slices)
+        listed = {name for names in files.values() for name in names}
+        self.absent = frozenset(listed - tensors.keys())
         return tensors
 
     def files(self) -> tuple[list[Path], list[Path]]:
         """The small files and the weight files that loading reads."""
-        small = _regular_files(self.path, (CONFIG_FILE, GENERATION_FILE, _INDEX_FILE, *_TOKENIZER_FILES))
+        small = _regular_files(self.path, _SMALL_FILES)
         return small, [self.path / name for name in _weight_files(self.path)]
 
     def fingerprint(self) -> str:
@@ -237,6 +252,21 @@ def read_json(path: Path, unique_keys: bool = False) -> dict[str, Any]:
 
     unique_keys: refuse an object that has a key twice. Raises ModelLoadError that names the file.
     """
+    content = _json(path, unique_keys)
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The same for a JSON array."""
+    content = _json(path)
+    if not isinstance(content, list):
+        raise ModelLoadError(f"{path} must hold a JSON array, not {type(content).__name__}")
+    return content
+
+
+def _json(path: Path, unique_keys: bool = False) -> Any:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -252,8 +282,6 @@ def read_json(path: Path, unique_keys: bool = False) -> dict[str, Any]:
         raise ModelLoadError(f"{path} is nested more than {MAX_DEPTH} deep") from None
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON: {shortened(error)}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, not {type(content).__name__}")
     level: list[Any] = [content]
     for _ in range(MAX_DEPTH):
         children = (child for each in level for child in (each.values() if isinstance(each, dict) else each))

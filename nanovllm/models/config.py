@@ -28,6 +28,7 @@ from nanovllm.models.hf_config import (
     window_length,
 )
 from nanovllm.models.spellings import NAMES, Ropes, one_form
+from nanovllm.quantization.names import FileNames
 from nanovllm.quantization.registry import quant_config
 from nanovllm.quantization.unquantized import QuantConfig
 
@@ -88,6 +89,7 @@ class ModelConfig:
     layer_inputs: Callable[..., Any] | None = None  # (config, build) -> what makes an input of each layer
     moe: MoESpec | None = None  # of a mixture of experts
     max_model_len: int | None = None  # maximum tokens of a sequence in the engine; None: without an engine
+    has_head: bool = True  # whether the files have what makes logits of hidden states
 
     def __post_init__(self) -> None:
         if self.moe is not None and 2 * self.moe.largest * self.hidden_size > _MAX_ELEMENTS:
@@ -124,6 +126,12 @@ class ModelConfig:
         its user or the model states, so that no memory setting changes what is computed."""
         specs = (replace(x, rope=None if x.rope is None else x.rope.up_to(length)) for x in self.attention)
         return replace(self, attention=tuple(specs))
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the embedding is the LM head too. It takes its place where there is none, so that a step is
+        the same; the engine refuses requests that would read the logits."""
+        return self.tie_word_embeddings or not self.has_head
 
     @property
     def num_heads(self) -> int:
@@ -249,12 +257,14 @@ class ModelFamily:
                 f"whose checkpoints hold several projections as one ({', '.join(config.packed)}); use its "
                 "FP8, bfloat16 or float16 checkpoint"
             )
+        last = "down_proj" if config.moe is None else config.moe.projections[-1]
+        names = FileNames.of_model(config.packed, config.prefixes, last)
         return replace(
             config,
             architecture=architecture,
             eos_token_ids=stop,
             layer=config.layer or self.layer,
-            quant=quant,
+            quant=quant.in_files(names),
         )
 
     def text_config(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
