@@ -5,9 +5,10 @@ python tools/bf16_nearness.py --device cpu --layers 4 --hidden 256 --prompts 64 
 python tools/bf16_nearness.py --families olmo2 gemma2 --json nearness.json
 
 For each family it makes random checkpoints in bfloat16, from seeds, by the recipe of outlier_models.py: with
-one checkpoint the ratio of two equal programs is anything from 0.5 to 1.7. The reference is transformers in
-float32 with these weights, one pass over whole texts. KL(reference || x) of the next token is measured at the last `--positions` tokens of each
-prompt of random tokens, after as many tokens before them:
+one small checkpoint the ratio of two programs that round equally often is anything from 0.5 to 1.7. The
+reference is transformers in float32 with these weights, one pass over whole texts. KL(reference || x) of the
+next token is measured at the last `--positions` tokens of each prompt of random tokens, after as many tokens
+before them:
 
 - prefill: one pass over whole texts, nanovllm's through `prompt_logprobs`;
 - decode: the same tokens one by one, after a prefill of the tokens before them.
@@ -140,7 +141,7 @@ def measure(family: Family, sizes: Sizes, args: argparse.Namespace) -> list[dict
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder, llm = Path(name), None
         for seed in range(args.seed, args.seed + args.checkpoints):
-            write_checkpoint(folder, model, family.offset, seed)
+            write_checkpoint(folder, model, family.offset, seed, args.peak)
             if llm is None:
                 llm = stack.enter_context(_open(folder, args))
             else:
@@ -205,6 +206,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--hidden", type=int, default=1024, help="a multiple of 256")
     parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--peak", type=float, default=1, help="of the outliers; see outlier_models.py")
     parser.add_argument("--checkpoints", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=256, help="of all checkpoints together")
     parser.add_argument("--positions", type=int, default=64)

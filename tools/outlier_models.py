@@ -1,12 +1,15 @@
-"""Random checkpoints of each family, with outliers as real models have them, and written by transformers.
+"""Random checkpoints of each family, with outliers as real models have them, written by transformers.
 
 Matrices are normal, of variance 1 / inputs, and 1 in 256 of their rows is 4 times as large. 1 in 128 of the
-hidden channels, the same in all layers, is an outlier: it is 20 times as large in the embedding, if that is not
-the LM head, and 4 times in what attention and MLP add to the stream. Norms' weights are log-normal with sigma
-0.4; 1 in 128 of them is another 4 times as large, and in the last norm the outlier channels' are a tenth. LM
-heads have a deviation of 3 / sqrt(hidden), embeddings that are none of 1 (Gemma's after their factor), and
-routers of 4 / sqrt(hidden), so that few choices of experts are close. Gemma's embeddings are not tied: random
-layers hide the token too little, and nothing but it would be predicted.
+hidden channels, the same in all layers, is an outlier: it is 20 times as large in the embedding, if that is
+not the LM head, and 4 times in what attention and MLP add to the stream. Norms' weights are log-normal with
+sigma 0.4; 1 in 128 of them is another 4 times as large, and in the last norm the outlier channels' are a
+tenth. LM heads have a deviation of 3 / sqrt(hidden), embeddings that are none of 1 (Gemma's after their
+factor), and routers of 4 / sqrt(hidden), so that few choices of experts are close. Gemma's embeddings are not
+tied: random layers hide the token too little, and nothing but it would be predicted.
+
+With a `peak` all norms' weights of the outlier channels are so many times as large, the last norm's too. Then
+few channels decide everything: scores are peaked, and one rounded number moves all answers of a checkpoint.
 """
 
 from __future__ import annotations
@@ -152,31 +155,35 @@ def make_model(family: Family, sizes: Sizes) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def write_checkpoint(folder: Path, model: PreTrainedModel, offset: float, seed: int) -> None:
+def write_checkpoint(folder: Path, model: PreTrainedModel, offset: float, seed: int, peak: float = 1) -> None:
     """Fill the weights as this module's text says, and write them."""
     generator = torch.Generator().manual_seed(seed)
-    hidden = model.config.hidden_size
+    hidden, family = model.config.hidden_size, type(model).__name__
     outliers = torch.randperm(hidden, generator=generator)[: max(1, hidden // 128)]
     for name, parameter in model.named_parameters():
         weight = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
-            _fill_norm(weight, outliers if name == "model.norm.weight" else None, generator)
+            _fill_norm(weight, generator)
+            if peak > 1 and len(weight) == hidden:
+                weight[outliers] *= peak
+            elif name == "model.norm.weight":
+                weight[outliers] /= 10
             weight -= offset
         elif weight.dim() == 1:
             weight *= 0.1
         elif "embed_tokens" in name and not model.config.tie_word_embeddings:
             weight[:, outliers] *= 20
-            weight *= hidden**-0.5 if "Gemma" in type(model).__name__ else 1.0
+            weight *= hidden**-0.5 if "Gemma" in family else 1.0
         elif name.endswith(("mlp.gate.weight", "router.weight")):
             weight *= 4 * hidden**-0.5
         elif "embed_tokens" in name or "lm_head" in name:
             weight *= 3 * hidden**-0.5
-        else:
-            adds = any(each in name for each in ("o_proj", "down_proj", "output_linear"))
-            _fill_matrix(weight, transposed="GptOss" in type(model).__name__ and weight.dim() == 3)
-            if adds:
-                dim = weight.dim() - (1 if weight.shape[-1] == hidden != weight.shape[-2] else 2)
-                weight.index_copy_(dim, outliers, 4 * weight.index_select(dim, outliers))
+        else:  # [..., outputs, inputs], but the experts of gpt-oss are transposed
+            matrix = weight.transpose(-1, -2) if "GptOss" in family and weight.dim() == 3 else weight
+            matrix *= matrix.shape[-1] ** -0.5
+            matrix[..., 7::256, :] *= 4
+            if any(each in name for each in ("o_proj", "down_proj", "output_linear")):
+                matrix[..., outliers, :] *= 4
         parameter.copy_(weight)
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
@@ -184,17 +191,6 @@ def write_checkpoint(folder: Path, model: PreTrainedModel, offset: float, seed: 
     model.save_pretrained(folder)
 
 
-def _fill_norm(weight: torch.Tensor, last: torch.Tensor | None, generator: torch.Generator) -> None:
-    """last: the outlier channels, for the last norm."""
+def _fill_norm(weight: torch.Tensor, generator: torch.Generator) -> None:
     weight.mul_(0.4).exp_()
-    if last is not None:
-        weight[last] /= 10
-    else:
-        weight[torch.randperm(len(weight), generator=generator)[: len(weight) // 128]] *= 4
-
-
-def _fill_matrix(weight: torch.Tensor, transposed: bool) -> None:
-    """weight [..., outputs, inputs], or transposed."""
-    matrix = weight.transpose(-1, -2) if transposed else weight
-    matrix *= matrix.shape[-1] ** -0.5
-    matrix[..., 7::256, :] *= 4
+    weight[torch.randperm(len(weight), generator=generator)[: len(weight) // 128]] *= 4
