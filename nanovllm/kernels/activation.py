@@ -134,8 +134,8 @@ def silu_and_mul_triton(x: torch.Tensor, kind: str = "") -> torch.Tensor:
 
 
 def silu_and_mul_reference(x: torch.Tensor, kind: str = "") -> torch.Tensor:
-    """`silu_and_mul` in plain torch."""
-    gate, up = x.float().chunk(2, dim=-1)
+    """`silu_and_mul` in plain torch; float64 stays float64."""
+    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     if kind == "clamped":
         gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
         return (gate * torch.sigmoid(_ALPHA * gate) * (up + 1.0)).to(x.dtype)

@@ -125,8 +125,9 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm` in plain torch."""
-    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+    """`rms_norm` in plain torch; float64 stays float64."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide), eps).to(x.dtype)
 
 
 def add_rms_norm_reference(
