@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl
+from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl, wide
 from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
 
 _BLOCK = 1024  # columns of a program, measured on an H200 (docs/log/2026-11-22-techniques.md)
@@ -135,7 +135,7 @@ def silu_and_mul_triton(x: torch.Tensor, kind: str = "") -> torch.Tensor:
 
 def silu_and_mul_reference(x: torch.Tensor, kind: str = "") -> torch.Tensor:
     """`silu_and_mul` in plain torch; float64 stays float64."""
-    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    gate, up = wide(x).chunk(2, dim=-1)
     if kind == "clamped":
         gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
         return (gate * torch.sigmoid(_ALPHA * gate) * (up + 1.0)).to(x.dtype)

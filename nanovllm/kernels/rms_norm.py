@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, row_warps, tl
+from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, row_warps, tl, wide
 from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
 
 
@@ -126,8 +126,8 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm` in plain torch; float64 stays float64."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return F.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide), eps).to(x.dtype)
+    x_wide = wide(x)
+    return F.rms_norm(x_wide, x.shape[-1:], weight.to(x_wide.dtype), eps).to(x.dtype)
 
 
 def add_rms_norm_reference(

@@ -18,6 +18,7 @@ from nanovllm.kernels.compat import (
     next_power_of_2,
     pdl_options,
     tl,
+    wide,
 )
 from nanovllm.kernels.paged import FP8, KVCache
 from nanovllm.kernels.rms_norm import rms_norm_reference
@@ -271,15 +272,15 @@ def _rotate_reference(
     x: torch.Tensor, weight: torch.Tensor | None, cos_sin: torch.Tensor, rotation: Rotation
 ) -> torch.Tensor:
     """x [T, heads, head_dim], normalised if there is a weight, and rotated; rounded once."""
-    wide = x.float()
+    whole = wide(x)
     if weight is not None:
-        wide = rms_norm_reference(wide, weight, rotation.eps)
+        whole = rms_norm_reference(whole, weight, rotation.eps)
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     if not rotation.options():
-        first, second = wide.chunk(2, dim=-1)
+        first, second = whole.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     order = _order(x.shape[-1], rotation.rotary or x.shape[-1], rotation.interleaved)
-    first, second = wide[..., order].chunk(2, dim=-1)
+    first, second = whole[..., order].chunk(2, dim=-1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     out[..., order] = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     return out
