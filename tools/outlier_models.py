@@ -5,8 +5,9 @@ hidden channels, the same in all layers, is an outlier: it is 20 times as large 
 not the LM head, and 4 times in what attention and MLP add to the stream. Norms' weights are log-normal with
 sigma 0.4; 1 in 128 of them is another 4 times as large, and in the last norm the outlier channels' are a
 tenth. LM heads have a deviation of 3 / sqrt(hidden), embeddings that are none of 1 (Gemma's after their
-factor), and routers of 4 / sqrt(hidden), so that few choices of experts are close. Gemma's embeddings are not
-tied: random layers hide the token too little, and nothing but it would be predicted.
+factor), and routers of 4 / sqrt(hidden), so that the last of four experts, which is often a close choice,
+weighs little. Gemma's embeddings are not tied: random layers hide the token too little, and nothing but it
+would be predicted.
 
 With a `peak` all norms' weights of the outlier channels are so many times as large, the last norm's too. Then
 few channels decide everything: scores are peaked, and one rounded number moves all answers of a checkpoint.
@@ -57,7 +58,7 @@ def _experts(sizes: Sizes) -> dict[str, Any]:
             "decoder_sparse_step": 1,
             "num_experts": 8,
             "num_local_experts": 8,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": 4,
             "norm_topk_prob": True,
         },
         "moe_intermediate_size": sizes.hidden,
@@ -123,7 +124,7 @@ FAMILIES = {
     "gpt_oss": Family(
         "GptOss",
         lambda sizes: {
-            **{"sliding_window": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+            **{"sliding_window": 32, "num_local_experts": 8, "num_experts_per_tok": 4},
             **{"intermediate_size": sizes.hidden, "layer_types": sizes.kinds(2)},
         },
         attention="eager",
@@ -169,7 +170,7 @@ def write_checkpoint(folder: Path, model: PreTrainedModel, offset: float, seed: 
             elif name == "model.norm.weight":
                 weight[outliers] /= 10
             weight -= offset
-        elif weight.dim() == 1:
+        elif weight.dim() == 1 or name.endswith("bias"):
             weight *= 0.1
         elif "embed_tokens" in name and not model.config.tie_word_embeddings:
             weight[:, outliers] *= 20
