@@ -53,7 +53,8 @@ class UnquantizedLinearMethod(LinearMethod):
 
     With `deterministic` it always uses `linear`, and the bits of a row do not depend on other rows.
 
-    With `fuse` a product adds itself to the residual, if there is one rank: the sum is rounded once.
+    With `fuse` a product adds itself to the residual, if there is one rank. `linear` then rounds the sum
+    once; cuBLAS does so for few rows, and for others rounds the product first, as if it were added apart.
     """
 
     weight: torch.Tensor  # [N, K]
