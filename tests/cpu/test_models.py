@@ -57,7 +57,9 @@ def load(
     on_cpu: bool = False,
 ) -> DecoderForCausalLM:
     """on_cpu: weights are stored as a CPU uses them."""
-    config = load_model_config(folder, overrides=overrides)
+    config = (
+        load_model_config(folder) if overrides is None else load_model_config(folder, overrides=overrides)
+    )
     if on_cpu:
         config = replace(config, quant=config.quant.on(Device("cpu").capability))
     model = DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), max_model_len)
