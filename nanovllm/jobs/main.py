@@ -74,18 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
-def program() -> NoReturn:
-    """The program of this process: run its command line, and end with the exit code."""
-    with caught_signals() as signals:
-        try:
-            code = main()
-        except KeyboardInterrupt:
-            code = signals.end[0]
-        finally:
-            signals.ignore()
-    sys.exit(code)
-
-
 def _code(args: argparse.Namespace, signals: Signals) -> int:
     """Run a command; return its exit code."""
     try:

@@ -25,6 +25,7 @@ from jobs import FakeLLM, Lent, files, read_rows, rows_of, run, watched, write_r
 from killed_jobs import FORKED, fork_server
 
 from nanovllm import LLM
+from nanovllm.__main__ import program as as_process
 from nanovllm.batch import EMPTY_BATCH
 from nanovllm.engine.stats import StepStats
 from nanovllm.jobs import main as program
@@ -212,7 +213,7 @@ def interrupted(argv: list[Any], moment: int, note: Path, make_llm: Callable[...
     sys.argv = ["nanovllm", "run", *map(str, argv), "--model", jobs.demo_model_path()]
     run_job: Any = run.__globals__["run_job"]
     run_job.__defaults__ = (make_llm,)
-    program.program()
+    as_process()
 
 
 def check_interrupted(process: Any, make_llm: Callable[..., Any], source: Path, *argv: object) -> int:
