@@ -28,6 +28,7 @@ from nanovllm import LLM
 from nanovllm.__main__ import program as as_process
 from nanovllm.batch import EMPTY_BATCH
 from nanovllm.engine.stats import StepStats
+from nanovllm.errors import ModelLoadError
 from nanovllm.jobs import main as program
 from nanovllm.jobs.errors import caught_signals
 from nanovllm.workers.worker import leave
@@ -175,6 +176,26 @@ def test_ctrl_c_in_a_callback_ends_the_job(
     assert '"state": "stopped by Ctrl-C' in (tmp_path / "out.jsonl.job.json").read_text()
     assert run(source, "-o", out) == 0
     assert [row["index"] for row in read_rows(out)] == list(range(300))
+
+
+def interrupted_library(*args: object, **options: object) -> Any:
+    """A library in C that makes another error of an interrupt."""
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(INT)
+    raise ModelLoadError("could not determine the shape of a tensor")
+
+
+def test_an_interrupted_load_is_no_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, make_llm=interrupted_library) == 130
+    assert '"state": "stopped by Ctrl-C' in (tmp_path / "out.jsonl.job.json").read_text()
+    codes: list[int] = []
+    monkeypatch.setattr(program, "_leave", codes.append)
+    monkeypatch.setattr("nanovllm.jobs.run.find_model", interrupted_library)
+    program.main(["run", str(source), "-o", str(out), "--model", jobs.demo_model_path()])
+    assert codes == [130] and "shape of a tensor" not in capsys.readouterr().err
 
 
 def test_a_signal_at_the_end_of_the_process_changes_nothing() -> None:
