@@ -74,18 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
-def program() -> NoReturn:
-    """The program of this process: run its command line, and end with the exit code."""
-    with caught_signals() as signals:
-        try:
-            code = main()
-        except KeyboardInterrupt:
-            code = signals.end[0]
-        finally:
-            signals.ignore()
-    sys.exit(code)
-
-
 def _code(args: argparse.Namespace, signals: Signals) -> int:
     """Run a command; return its exit code."""
     try:
@@ -94,6 +82,8 @@ def _code(args: argparse.Namespace, signals: Signals) -> int:
         code: int = getattr(module, args.command)(args)
         sys.stdout.flush()
     except JobRefusedError as error:
+        if signals.seen:  # a library that is interrupted may raise anything
+            return signals.end[0]
         print(f"nanovllm {args.command}: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
@@ -102,7 +92,7 @@ def _code(args: argparse.Namespace, signals: Signals) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at exit is silent
         return READER_LEFT
     except Exception:  # Python's own exit code, 1, has another meaning
-        if signals.seen:  # an import that is interrupted may raise anything
+        if signals.seen:
             return signals.end[0]
         with suppress(OSError):
             traceback.print_exc()
