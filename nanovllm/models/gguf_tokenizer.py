@@ -101,7 +101,7 @@ def _content(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
         for index, (token, kind_of) in enumerate(zip(tokens, types, strict=True))
         if kind_of in (_CONTROL, _USER_DEFINED, _UNKNOWN) and token
     ]
-    make = _byte_level if kind == "gpt2" else _sentencepiece
+    make = {"gpt2": _byte_level, "llama": _sentencepiece}[kind]
     return {
         **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": added},
         **make(file, tokens, vocab, types),
