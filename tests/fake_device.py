@@ -140,7 +140,9 @@ class FakeDevice:
         cells = [np.arange(first, first + count) for _, _, first, count in copies]
         assert all(len(each) and each[-1] < self.block_size for each in cells)
         sources, targets = (
-            np.concatenate([block * self.block_size + each for block, each in zip(blocks, cells, strict=True)])
+            np.concatenate(
+                [block * self.block_size + each for block, each in zip(blocks, cells, strict=True)]
+            )
             for blocks in (copies[:, 0], copies[:, 1])
         )
         assert not np.isin(sources, targets).any(), "a cell is source and target of copies"

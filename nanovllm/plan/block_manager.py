@@ -30,11 +30,13 @@ class Found(NamedTuple):
 
 
 class BlockManager:
-    """The blocks of sequences, and a prefix cache: full blocks are shared, and the first cells of any cached
-    block are copied to a new one, so that a prompt is computed from the token on where it parts from all others.
+    """The blocks of sequences, and a prefix cache.
+
+    Full blocks are shared, and the first cells of any cached block are copied to a new one. So a prompt is
+    computed from the token on where it parts from all that are cached. Models with windows only share.
 
     A freed block stays findable until it is reused. In a table PADDING stands for a block that has left every
-    window and was freed. Models with windows share full blocks only.
+    window and was freed.
     """
 
     def __init__(
@@ -232,7 +234,7 @@ class BlockManager:
         return content.chain
 
     def _fits(self, seq: Sequence, found: Found, spare: int) -> bool:
-        """Whether `spare` blocks stay free when `seq` gets blocks for all its tokens after what was found, and
+        """Whether `spare` blocks stay free when `seq` gets blocks for all its tokens after those found, and
         at the step of its prompt that needs the most."""
         hits = found.blocks
         needed, windowed, pool = self.blocks_for(seq.num_tokens), 0, self.pool

@@ -16,6 +16,7 @@ import pytest
 from fake_device import VOCAB, Loop, make_loop, make_sequence, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefix_cases import branching_prompts, common, must_compute
 
 from nanovllm.batch import Batch
 from nanovllm.plan.prefix_tree import PrefixTree, num_common
@@ -23,10 +24,6 @@ from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
-
-
-def common(one: list[int], other: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class Brute:
@@ -63,26 +60,6 @@ class Brute:
         self._free(seq)
 
 
-def tree_size(prompts: list[list[int]]) -> tuple[int, int]:
-    """The number of nodes of the tree of all prompts, and of the rows whose whole prompt an earlier one has."""
-    nodes: set[tuple[int, ...]] = set()
-    held = 0
-    for prompt in prompts:
-        held += tuple(prompt) in nodes
-        nodes |= {tuple(prompt[: end + 1]) for end in range(len(prompt))}
-    return len(nodes), held
-
-
-def branching_prompts(rng: random.Random, count: int, longest: int) -> list[list[int]]:
-    """Prompts that begin with a part of an earlier one, or with all of it."""
-    prompts: list[list[int]] = []
-    for _ in range(count):
-        start = rng.choice(prompts)[: rng.randint(0, longest)] if prompts and rng.random() < 0.9 else []
-        more = [rng.randrange(1, VOCAB) for _ in range(rng.choice([0, 1, 2, 5, 9, longest // 2]))]
-        prompts.append((start + more)[:longest] or [1])
-    return prompts
-
-
 def count_tokens(loop: Loop) -> list[Batch]:
     """The batches of a loop, as they are launched."""
     batches: list[Batch] = []
@@ -100,14 +77,13 @@ def count_tokens(loop: Loop) -> list[Batch]:
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16, 64, 256])
 def test_the_tree_of_all_prompts_is_computed_once(block_size: int, budget: int) -> None:
     """In one step or in several, with rows that copy what earlier rows of their step copied or computed."""
-    prompts = branching_prompts(random.Random(block_size), 60, 300)
+    prompts = branching_prompts(random.Random(block_size), 60, 300, VOCAB)
     blocks = sum(-(-len(prompt) // block_size) + 1 for prompt in prompts)
     loop = make_loop(blocks, block_size, 60, budget, 320)
     batches, brute = count_tokens(loop), Brute(loop)
     run_all(loop, prompts, [ONE] * len(prompts))
-    nodes, held = tree_size(prompts)
     computed = sum(len(batch.token_ids) for batch in batches)
-    assert computed == nodes + held == brute.computed
+    assert computed == must_compute(prompts) == brute.computed
     assert sum(loop.finished[i].num_cached_tokens for i in loop.finished) == brute.cached
     assert loop.scheduler.block_manager.num_cached_tokens == brute.cached
     assert sum(map(len, prompts)) == computed + brute.cached
@@ -121,7 +97,7 @@ def test_the_tree_of_all_prompts_is_computed_once(block_size: int, budget: int) 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_any_load_finds_all_that_is_held(data: st.DataObject) -> None:
-    """Prompts that branch, samples of one prompt, chats that go on, scored prompts, arrivals between steps."""
+    """Prompts that branch, samples of one prompt, chats that go on, scored prompts, late arrivals."""
     draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]), "block_size")
     loop = make_loop(
@@ -134,7 +110,9 @@ def test_any_load_finds_all_that_is_held(data: st.DataObject) -> None:
     )
     Brute(loop)
     rng = random.Random(draw(st.integers(0, 2**20), "seed"))
-    todo = branching_prompts(rng, draw(st.integers(1, 12), "prompts"), draw(st.sampled_from([9, 40]), "longest"))
+    todo = branching_prompts(
+        rng, draw(st.integers(1, 12), "prompts"), draw(st.sampled_from([9, 40]), "longest"), VOCAB
+    )
     added = 0
     while todo or not loop.scheduler.is_finished():
         if todo and (loop.scheduler.is_finished() or rng.random() < 0.5):
@@ -190,7 +168,7 @@ def test_an_end_of_sequence_one_step_late_offers_only_known_tokens(run_ahead: bo
     """The surplus row writes cells after those that are known; nobody finds these."""
     loop = make_loop(400, 16, max_model_len=200, run_ahead=run_ahead)
     brute, rng = Brute(loop), random.Random(3)
-    prompts = branching_prompts(rng, 40, 60)
+    prompts = branching_prompts(rng, 40, 60, VOCAB)
     run_all(loop, prompts, [SamplingParams(max_tokens=60) for _ in prompts])
     assert any(seq.finish_reason == "stop" for seq in loop.finished.values())
     ended = [seq.token_ids for seq in loop.finished.values()]
@@ -214,7 +192,7 @@ def test_under_pressure_no_more_is_computed_than_with_whole_blocks(
     num_blocks: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    prompts = branching_prompts(rng, 60, 40)
+    prompts = branching_prompts(rng, 60, 40, VOCAB)
     params = [SamplingParams(max_tokens=rng.randint(1, 20), ignore_eos=True) for _ in prompts]
     computed = []
     for whole in (True, False):
@@ -247,7 +225,9 @@ def test_the_source_of_a_copy_is_not_handed_out_in_its_step() -> None:
     batch = loop.scheduler.schedule()
     assert batch is not None and batch.copies is not None
     [[source, target, first, cells]] = batch.copies.tolist()
-    assert (first, cells) == (0, 3) and source not in batch.block_tables and target == batch.block_tables[0, 0]
+    assert (
+        (first, cells) == (0, 3) and source not in batch.block_tables and target == batch.block_tables[0, 0]
+    )
 
 
 def test_without_room_for_its_source_nothing_is_copied() -> None:
@@ -261,16 +241,18 @@ def test_the_tree_forgets_blocks_that_are_reused() -> None:
     """Also after `reset`; at the end nothing is left of either."""
     loop = make_loop(num_blocks=12, block_size=8, max_model_len=48, max_num_seqs=4)
     rng = random.Random(0)
-    run_all(loop, branching_prompts(rng, 80, 40), [ONE] * 80)
+    run_all(loop, branching_prompts(rng, 80, 40, VOCAB), [ONE] * 80)
     tree = inside.prefix_tree(loop.scheduler)
     assert 0 < len(list(tree)) <= 12
     assert loop.scheduler.block_manager.reset()
     assert list(tree) == [] and tree.nearest(0, b"1234") == (None, 0)
-    run_all(loop, branching_prompts(rng, 80, 40), [ONE] * 80)
+    run_all(loop, branching_prompts(rng, 80, 40, VOCAB), [ONE] * 80)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 300), max_size=6), min_size=2, max_size=12))
+@given(
+    st.lists(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 300), max_size=6), min_size=2, max_size=12)
+)
 def test_the_nearest_block_has_most_in_common(blocks: list[list[int]]) -> None:
     """Of any token ids, whose bytes are in another order than their values."""
     tree, added = PrefixTree(), []

@@ -1,5 +1,6 @@
-"""Copies of cached keys and values on a CPU. A program is one copy of keys or values, for one head if heads come
-first.
+"""Copies of cached keys and values on a CPU.
+
+A program is one copy of keys or values; where the heads of a block come first in memory, of one head.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.kernels.cpu.launch import Address, Kernel
 from nanovllm.kernels.copy_cells import copy_cells_reference
+from nanovllm.kernels.cpu.launch import Address, Kernel
 
 
 def _make() -> Callable[..., None]:
