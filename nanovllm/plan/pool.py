@@ -115,10 +115,14 @@ class BlockPool(Generic[C]):
 
     def _next_slab(self) -> int:
         """Take the slab to reuse out of the free ones."""
-        slab = next(iter(self.free_slabs))  # those without content come first
+        slab, _ = self.free_slabs.popitem(last=False)  # those without content come first
         if self._free_partial and self.content[slab] is not None:
-            slab, _ = self._free_partial.popitem(last=False)
-        del self.free_slabs[slab]
+            partial, _ = self._free_partial.popitem(last=False)
+            if partial != slab:
+                self.free_slabs[slab] = None
+                self.free_slabs.move_to_end(slab, last=False)
+                del self.free_slabs[partial]
+            return partial
         return slab
 
     def _parts_of(self, slab: int) -> range:

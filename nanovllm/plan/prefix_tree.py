@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import xxhash
 
@@ -17,8 +17,7 @@ NO_CHAIN = -1  # of a block that is not full: nothing follows it
 TOKEN_BYTES = 4  # of a token id, int32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CachedBlock:
+class CachedBlock(NamedTuple):
     """What a block holds: tokens as int32, after its parent in the chain. Chain ids are never reused.
 
     The block of the same tokens for layers with a window has only the chain id.
@@ -43,8 +42,6 @@ def block_key(parent: int, tokens: bytes) -> int:
 def num_common(tokens: bytes, others: bytes) -> int:
     """How many tokens two sequences of int32 have in common at their beginning."""
     size = min(len(tokens), len(others))
-    if tokens[:TOKEN_BYTES] != others[:TOKEN_BYTES]:
-        return 0
     differs = int.from_bytes(tokens[:size], "big") ^ int.from_bytes(others[:size], "big")
     return (size - (differs.bit_length() + 7) // 8) // TOKEN_BYTES
 
@@ -58,9 +55,9 @@ class PrefixTree:
 
     def __init__(self) -> None:
         self._by_key: dict[int, CachedBlock] = {}  # the full blocks
-        # All blocks by their parent: a single one, or several in the order of their bytes. The one that has
-        # most tokens in common with others is next to the place of these in that order.
-        self._children: dict[int, CachedBlock | list[CachedBlock]] = {}
+        # All blocks by parent and first token: a single one, or several in the order of their bytes. The one
+        # that has most tokens in common with others is next to the place of these in that order.
+        self._children: dict[tuple[int, bytes], CachedBlock | list[CachedBlock]] = {}
         self._next_chain = ROOT + 1
 
     def __iter__(self) -> Iterator[CachedBlock]:
@@ -74,17 +71,15 @@ class PrefixTree:
 
     def nearest(self, parent: int, tokens: bytes) -> tuple[CachedBlock | None, int]:
         """The block that has most of these tokens at its beginning, and how many; None and 0 if none has."""
-        children = self._children.get(parent)
-        if isinstance(children, list):
-            place = bisect_left(children, tokens, key=_tokens_of)
-            near = children[max(place - 1, 0) : place + 1]
-        else:
-            near = [] if children is None else [children]
-        best, most = None, 0
-        for child in near:
-            if (count := num_common(child.tokens, tokens)) > most:
-                best, most = child, count
-        return best, most
+        children = self._children.get((parent, tokens[:TOKEN_BYTES]))
+        if children is None:
+            return None, 0
+        if not isinstance(children, list):
+            return children, num_common(children.tokens, tokens)
+        place = bisect_left(children, tokens, key=_tokens_of)
+        near = children[max(place - 1, 0) : place + 1]
+        best = max(near, key=lambda child: num_common(child.tokens, tokens))
+        return best, num_common(best.tokens, tokens)
 
     def add_full(self, block: int, parent: int, tokens: bytes) -> CachedBlock | None:
         """Make a full block findable; return it, or an equal one that is known. None on a hash collision."""
@@ -99,32 +94,37 @@ class PrefixTree:
 
     def add_partial(self, block: int, parent: int, tokens: bytes) -> CachedBlock | None:
         """Make the first cells of a block findable; None if another block begins with all these tokens."""
-        if self.nearest(parent, tokens)[1] * TOKEN_BYTES == len(tokens):
-            return None
         added = CachedBlock(block, NO_CHAIN, parent, tokens)
-        self._insert(added)
-        return added
+        return added if self._insert(added) else None
 
     def remove(self, cached: CachedBlock) -> None:
         """Forget a block, whose cells will hold something else."""
         if cached.is_full:
             del self._by_key[cached.key]
-        children = self._children[cached.parent]
+        place = cached.parent, cached.tokens[:TOKEN_BYTES]
+        children = self._children[place]
         if isinstance(children, list):
             del children[bisect_left(children, cached.tokens, key=_tokens_of)]
             if len(children) == 1:
-                self._children[cached.parent] = children[0]
+                self._children[place] = children[0]
         else:
-            del self._children[cached.parent]
+            del self._children[place]
 
     def clear(self) -> None:
         self._by_key.clear()
         self._children.clear()
 
-    def _insert(self, added: CachedBlock) -> None:
-        children = self._children.setdefault(added.parent, added)
+    def _insert(self, added: CachedBlock) -> bool:
+        """Add a child to its parent; False if it is not full and another child begins with all its tokens."""
+        tokens = added.tokens
+        place = added.parent, tokens[:TOKEN_BYTES]
+        children = self._children.setdefault(place, added)
         if children is added:
-            return
-        if not isinstance(children, list):
-            children = self._children[added.parent] = [children]
-        children.insert(bisect_left(children, added.tokens, key=_tokens_of), added)
+            return True
+        several = children if isinstance(children, list) else [children]
+        index = bisect_left(several, tokens, key=_tokens_of)  # of the first one that may begin with them
+        if index < len(several) and not added.is_full and several[index].tokens.startswith(tokens):
+            return False
+        several.insert(index, added)
+        self._children[place] = several
+        return True

@@ -27,8 +27,8 @@ ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
 class Brute:
-    """What a loop's prefix cache holds at least and at most, as plain lists of tokens; it checks each admission
-    of an engine with ample memory."""
+    """What a loop's prefix cache holds at least and at most, as plain lists of tokens. It checks each
+    admission of an engine with ample memory."""
 
     def __init__(self, loop: Loop, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
         self.held: list[list[int]] = []
