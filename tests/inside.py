@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from nanovllm.jobs.output import Output
     from nanovllm.models.decoder import DecoderForCausalLM
     from nanovllm.plan.block_manager import BlockManager
-    from nanovllm.plan.prefix_tree import PrefixTree
     from nanovllm.plan.scheduler import Scheduler
     from nanovllm.replicas.pool import Pool
     from nanovllm.replicas.router import Router
@@ -185,19 +184,6 @@ def scheduler_state(scheduler: Scheduler) -> Any:
     return SimpleNamespace(free_slots=scheduler._free_slots, unfinished=scheduler._unfinished, **tables)
 
 
-def prefix_tree(scheduler: Scheduler) -> PrefixTree:
-    """The cached blocks by their content."""
-    return scheduler.block_manager._tree
-
-
-def share_whole_blocks_only(patch: pytest.MonkeyPatch) -> None:
-    """Let the prefix cache find full blocks only."""
-    from nanovllm.plan import block_manager, prefix_tree
-
-    patch.setattr(block_manager.BlockManager, "_register_rest", lambda *_: None)
-    patch.setattr(prefix_tree.PrefixTree, "nearest", lambda *_: (None, 0))
-
-
 def block_state(manager: BlockManager) -> Any:
     """Reference count and cached content of each block, what is free, what is cached, and what is owned for
     the step being planned."""
@@ -205,7 +191,7 @@ def block_state(manager: BlockManager) -> Any:
     free = {"free": pool.free_slabs, "free_parts": pool.free_parts, "free_partial": pool._free_partial}
     refs = {"ref_counts": pool.ref_counts, "content": pool.content, "windowed": manager._windowed}
     found = {"by_key": tree._by_key, "children": tree._children, "pinned": manager._pinned}
-    return SimpleNamespace(**free, **refs, **found)
+    return SimpleNamespace(**free, **refs, **found, tree=tree)
 
 
 # -- one rank -----------------------------------------------------------------------------------------------

@@ -5,6 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
+import pytest
+
+from nanovllm.plan.prefix_tree import PrefixTree
+
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens are equal at the beginning."""
@@ -30,3 +34,9 @@ def must_compute(prompts: Iterable[Sequence[int]]) -> int:
         held += tuple(prompt) in nodes
         nodes |= {tuple(prompt[: end + 1]) for end in range(len(prompt))}
     return len(nodes) + held
+
+
+def share_whole_blocks_only(patch: pytest.MonkeyPatch) -> None:
+    """Let the prefix cache find full blocks only."""
+    patch.setattr(PrefixTree, "add_partial", lambda *_: None)
+    patch.setattr(PrefixTree, "nearest", lambda *_: (None, 0))

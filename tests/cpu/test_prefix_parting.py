@@ -14,7 +14,7 @@ import inside
 import pytest
 from checked_llm import CheckedLLM, make_tiny
 from engine_cases import make_prompts, tokens
-from prefix_cases import branching_prompts, must_compute
+from prefix_cases import branching_prompts, must_compute, share_whole_blocks_only
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
@@ -151,7 +151,7 @@ def test_under_pressure(model: Path, num_blocks: int, monkeypatch: pytest.Monkey
     for options in ({"enable_prefix_caching": False}, {"whole": True}, {}):
         with monkeypatch.context() as patch:
             if options.pop("whole", None):
-                inside.share_whole_blocks_only(patch)
+                share_whole_blocks_only(patch)
             with make_tiny(model, num_kvcache_blocks=num_blocks, **options) as llm:
                 results.append(tokens(llm.generate(prompts, params, use_tqdm=False)))
                 computed.append(llm.stats().num_computed_tokens)

@@ -16,7 +16,7 @@ import pytest
 from fake_device import VOCAB, Loop, make_loop, make_sequence, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefix_cases import branching_prompts, common, must_compute
+from prefix_cases import branching_prompts, common, must_compute, share_whole_blocks_only
 
 from nanovllm.batch import Batch
 from nanovllm.plan.prefix_tree import PrefixTree, num_common
@@ -182,7 +182,9 @@ def test_an_abort_between_chunks_offers_what_was_computed() -> None:
     loop.scheduler.add(make_sequence(0, list(range(1, 25)), ONE))
     loop.step()
     loop.scheduler.abort(0)
-    nearest, count = inside.prefix_tree(loop.scheduler).nearest(0, np.arange(1, 5, dtype=np.int32).tobytes())
+    nearest, count = inside.block_state(loop.scheduler.block_manager).tree.nearest(
+        0, np.arange(1, 5, dtype=np.int32).tobytes()
+    )
     assert nearest is not None and count == 4
 
 
@@ -198,7 +200,7 @@ def test_under_pressure_no_more_is_computed_than_with_whole_blocks(
     for whole in (True, False):
         with monkeypatch.context() as patch:
             if whole:
-                inside.share_whole_blocks_only(patch)
+                share_whole_blocks_only(patch)
             loop = make_loop(num_blocks, 8, 8, 64, 62)
             batches = count_tokens(loop)
             run_all(loop, prompts, params)
@@ -242,7 +244,7 @@ def test_the_tree_forgets_blocks_that_are_reused() -> None:
     loop = make_loop(num_blocks=12, block_size=8, max_model_len=48, max_num_seqs=4)
     rng = random.Random(0)
     run_all(loop, branching_prompts(rng, 80, 40, VOCAB), [ONE] * 80)
-    tree = inside.prefix_tree(loop.scheduler)
+    tree = inside.block_state(loop.scheduler.block_manager).tree
     assert 0 < len(list(tree)) <= 12
     assert loop.scheduler.block_manager.reset()
     assert list(tree) == [] and tree.nearest(0, b"1234") == (None, 0)
