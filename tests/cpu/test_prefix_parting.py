@@ -6,6 +6,7 @@ The KV cache starts as NaN on every rank.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import inside
 import pytest
 from checked_llm import CheckedLLM, make_tiny
 from engine_cases import make_prompts, tokens
+from jobs import Lent, read_rows, run, write_rows
 from prefix_cases import branching_prompts, must_compute, share_whole_blocks_only
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
@@ -169,6 +171,31 @@ def test_an_fp8_cache_copies_its_bytes(model: Path) -> None:
             if "enable_prefix_caching" not in options:
                 check_counts(llm, prompts, must_compute(prompts))
     assert results[0] == results[1] == results[2]
+
+
+def test_a_job_computes_its_tree(one: LLM, tmp_path: Path) -> None:
+    """Rows of three instructions in random order."""
+    starts = ["Add the two numbers. ", "Add the two numbers and say why: ", "Which one is larger? "]
+    texts = [f"{starts[number % 3]}{3 * number} and {7 * number}." for number in range(40)]
+    random.Random(0).shuffle(texts)
+    prompts = [one.tokenizer.encode(text) for text in texts]
+    one.reset_prefix_cache()
+    before = one.stats().num_computed_tokens
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt": text} for text in texts])
+    assert run(rows, "-o", tmp_path / "out.jsonl", "--sampling", "max_tokens=2", make_llm=Lent(one)) == 0
+    assert len(read_rows(tmp_path / "out.jsonl")) == 40
+    assert one.stats().num_computed_tokens - before == must_compute(prompts)
+
+
+def test_replicas_compute_each_branch_at_most_once_each(two: LLM) -> None:
+    prompts = branching_prompts(random.Random(11), 40, 90, 60)
+    two.reset_prefix_cache()
+    before = two.stats().num_computed_tokens
+    two.generate(prompts, ONE, use_tqdm=False)
+    computed = two.stats().num_computed_tokens - before
+    nodes = Counter(tuple(prompt[: end + 1]) for prompt in prompts for end in range(len(prompt)))
+    branches = sum(count > 1 for count in nodes.values())
+    assert len(nodes) <= computed <= must_compute(prompts) + branches
 
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases")
