@@ -1,4 +1,4 @@
-"""On a GPU the tree of all prompts is computed once, with blocks of any size, and answers have the same bits."""
+"""On a GPU the tree of all prompts is computed once, with blocks of any size; answers have the same bits."""
 
 from __future__ import annotations
 
