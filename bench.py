@@ -8,8 +8,9 @@
     python bench.py --data-parallel-size 2    # replicas, each on its own GPU
     python bench.py --profile FOLDER          # also a table of the costliest kernels and a Chrome trace
 
-Every run computes all of its prompts: the prefix cache is off. For `--workload prefix`, `prefixes` and
-`samples` it is on, and every run has new ids, so that each run computes shared prefixes once. Weights are
+Every run computes all of its prompts: the prefix cache is off. For workloads that share prefixes (`prefix`,
+`prefixes`, `samples`, `label`, `labels`, `few-shot`) it is on, and every run has new ids, so that each run
+computes shared prefixes once. Weights are
 random without --model, because speed does not depend on them. Every output has its full length.
 
 The last line of output is JSON with every figure.

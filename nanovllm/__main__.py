@@ -1,8 +1,6 @@
 """`python -m nanovllm`: the same as the program `nanovllm`."""
 
-import sys
-
-from nanovllm.jobs.main import main
+from nanovllm.jobs.main import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

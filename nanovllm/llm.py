@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -184,7 +185,7 @@ class LLM(OtherNames, VLLMCalls):
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         on_error: str = "raise",
-        chat_template: str | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
@@ -193,8 +194,8 @@ class LLM(OtherNames, VLLMCalls):
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of `{"role": ..., "content": ...}`, or a list of conversations.
 
-        A content is a string or a list of `{"type": "text", "text": ...}`, which are joined by newlines.
-        chat_template: a Jinja template that replaces the model's own.
+        A content is a string or a list of `{"type": "text", "text": ...}`; the template gets what it takes.
+        chat_template: a Jinja template, a file that holds one, or the name of one of the model's templates.
         add_generation_prompt: end the prompt with the start of an assistant message.
         continue_final_message: continue the last message; needs `add_generation_prompt=False`.
         tools: JSON schemas, or functions with types and docstrings, for the template.
@@ -292,8 +293,8 @@ class LLM(OtherNames, VLLMCalls):
         prompts: PromptLike | Iterable[PromptLike],
         use_tqdm: bool | Callable[..., Any] = True,
         *,
-        pooling: str = "last",
-        normalize: bool = True,
+        pooling: str | None = None,
+        normalize: bool | None = None,
         on_error: str = "raise",
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **others: Any,
@@ -302,14 +303,21 @@ class LLM(OtherNames, VLLMCalls):
 
         prompts, use_tqdm, on_error, others: as for `generate`.
         pooling: "last" takes the last token's hidden state, "mean" the mean over all tokens. "mean" computes
-        all tokens, even those in the prefix cache. normalize: scale the embedding to Euclidean length 1.
+        all tokens, even those in the prefix cache. normalize: scale the embedding to Euclidean length 1. None
+        means what sentence-transformers' files in the model's folder state; without them "last" and True.
+        ValueError if they ask for what is not supported, unless `pooling` is given.
         pooling_params: vLLM's, one for all prompts or a list with one for each; what they set replaces
         `normalize`.
         """
         self._lifecycle.check_open()
         refuse_others(LLM.embed, others, EMBED)
+        stated = self._embedding
+        if pooling is None and stated.problem:
+            raise ValueError(f"{stated.problem}; pass pooling='last' or 'mean' for hidden states as they are")
+        pooling = stated.pooling if pooling is None else pooling
         if pooling not in ("last", "mean"):
             raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
+        normalize = stated.normalize if normalize is None else normalize
         rows, where = parse_prompts(prompts)
         ends = parse_pooling_params(pooling_params, len(rows), normalize, self.model_config.hidden_size)
         outputs = self._generate(

@@ -346,7 +346,7 @@ def missing_in(module: str) -> Callable[[str], NoReturn]:
 
 
 CHAT: dict[str, Absent] = GENERATE | {
-    "chat_template_content_format": Absent(("auto", "string", None), "templates get contents as strings"),
+    "chat_template_content_format": Absent(("auto", None), "each template gets the forms that it takes"),
 }
 
 

@@ -11,6 +11,7 @@ import zlib
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
+import inside
 import numpy as np
 from invariants import check_scheduler
 
@@ -233,7 +234,7 @@ class Loop:
 
     def take(self, batch: Batch, output: StepOutput) -> None:
         """Take in the tokens of a step; check the events against the sequences."""
-        unfinished = {seq.seq_id: seq for seq in (*self.scheduler.running, *self.scheduler.waiting)}
+        unfinished = inside.unfinished(self.scheduler)
         events = self.scheduler.postprocess(batch, output)
         for seq_id, token_id in zip(events.seq_ids, events.token_ids, strict=True):
             self.tokens[seq_id].append(token_id)
@@ -245,7 +246,11 @@ class Loop:
 
 def make_sequence(seq_id: int, prompt: list[int], params: SamplingParams) -> Sequence:
     return Sequence(
-        seq_id, prompt, params, seed=seq_id, stop_ids=frozenset() if params.ignore_eos else frozenset({EOS})
+        seq_id,
+        list(prompt),
+        params,
+        seed=seq_id,
+        stop_ids=frozenset() if params.ignore_eos else frozenset({EOS}),
     )
 
 

@@ -109,12 +109,19 @@ def try_file(base: bytes, path: Path, seed: int) -> tuple[str, str]:
         raise AssertionError(f"seed {seed}, {what}: {type(error).__name__}: {error}") from error
 
 
+# Where a block has its float16 scales; a type that is not here has one at its begin.
+SCALES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    **{"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "TQ1_0": (52,), "TQ2_0": (64,)},
+    **dict.fromkeys(("IQ1_M", "MXFP4", "NVFP4"), ()),
+}
+
+
 def random_blocks(stored_as: str, seed: int = 0) -> Any:
     """An `encode` of `write_gguf`: matrices become random blocks of a type, with scales of a small model."""
     kind = gguf.GGMLQuantizationType[stored_as]
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    # Where a block has its float16 scales: the two of the K types come first, that of Q6_K last.
-    scales = {"Q6_K": [208]}.get(stored_as, [0, 2] if stored_as in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0])
+    scales = SCALES.get(stored_as, (0,))
     rng = np.random.default_rng(seed)
 
     def encode(name: str, values: np.ndarray) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
@@ -125,6 +132,12 @@ def random_blocks(stored_as: str, seed: int = 0) -> Any:
         for place in scales:
             small = rng.normal(0, 0.2 / block, (*shape, 1)).astype(np.float16)
             raw[..., place : place + 2] = small.view(np.uint8).reshape(*shape, 2)
+        if stored_as == "MXFP4":  # a power of two
+            raw[..., 0] = rng.integers(118, 123, shape)
+        if stored_as == "NVFP4":  # four numbers of 8 bits; 0x7F and 0xFF are NaN
+            raw[..., :4] = rng.integers(1, 24, (*shape, 4))
+        if stored_as == "IQ1_M":  # the upper 4 bits of four numbers are one of 16: its exponent is small
+            raw[..., 55] = raw[..., 55] & 15 | 16 * rng.integers(0, 3, shape, dtype=np.uint8)
         return raw.reshape(*values.shape[:-1], -1), kind
 
     return encode

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nanovllm.models.decoder import DecoderForCausalLM
     from nanovllm.plan.block_manager import BlockManager
     from nanovllm.plan.scheduler import Scheduler
+    from nanovllm.plan.sequence import Sequence
     from nanovllm.replicas.pool import Pool
     from nanovllm.replicas.router import Router
     from nanovllm.runner.cuda_graph import CUDAGraphs
@@ -176,6 +177,11 @@ def waiting_hashes(router: Router) -> dict[int, Any]:
 
 
 # -- plan ---------------------------------------------------------------------------------------------------
+
+
+def unfinished(scheduler: Scheduler) -> dict[int, Sequence]:
+    """By id, all sequences that have not ended, whatever their state."""
+    return dict(scheduler._unfinished)
 
 
 def scheduler_state(scheduler: Scheduler) -> Any:

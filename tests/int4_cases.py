@@ -31,7 +31,8 @@ def make_weight(
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
     groups = -(-(k + -k % BLOCK) // group)
     zeros = torch.randint(0, 16, (groups, n), generator=generator)
-    scales = (torch.rand(groups, n, generator=generator) * 0.02 + 0.002).to(dtype)
+    signs = torch.randint(0, 2, (groups, n), generator=generator) * 2 - 1  # AutoRound has both
+    scales = ((torch.rand(groups, n, generator=generator) * 0.02 + 0.002) * signs).to(dtype)
     weight = Int4Weight(pack_codes(codes), pack_scales(scales, zeros), k, group)
     assert torch.equal(unpack_codes(weight.words, k), codes)
     again, zeros_again = unpack_scales(weight.scales, dtype)

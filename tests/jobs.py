@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from nanovllm import demo_model_path
@@ -24,6 +25,7 @@ class FakeLLM:
     """
 
     tokenizer = None
+    model_config = SimpleNamespace(max_model_len=64)
     on_step: Any = None
     ahead = 64
 

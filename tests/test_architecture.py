@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 FLOORS = (
     {"vllm_arguments", "errors", "lifecycle", "config", "sampling_params", "inputs", "outputs"}
     | {"metrics", "pooling_params"}
-    | {"structured_outputs", "device", "batch", "side_files", "checks", "engine_args", "isa"},
+    | {"structured_outputs", "device", "batch", "side_files", "checks", "engine_args", "isa", "bpe"},
     {"text", "plan", "kernels"},
     {"attention", "distributed", "quantization"},
     {"layers"},

@@ -1,13 +1,17 @@
-"""The built wheel contains only the package, the sdist the whole project."""
+"""The wheel contains only the package, the sdist the whole project; a clone is imported from any folder."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
+from importlib.metadata import distribution
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -77,3 +81,67 @@ def test_the_sdist_is_the_whole_project(built: Path) -> None:
         members = [member.name.partition("/")[2] for member in archive if member.isfile()]
     made = {name for name in members if ".egg-info/" in name or name in ("PKG-INFO", "setup.cfg")}
     assert set(members) - made == project_files()
+
+
+SCRIPT = """
+from typing import TYPE_CHECKING
+
+import nanovllm
+from nanovllm import LLM
+from tools import kept
+
+print(nanovllm.__file__, LLM.__name__, kept.VALUE)
+if TYPE_CHECKING:
+    reveal_type(LLM("path").generate(["Hello"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a clone `nanovllm`, a script, a folder `tools`, and an environment `venv` in which pip
+    installed the clone, editable and without its dependencies."""
+    folder = tmp_path_factory.mktemp("beside")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / "nanovllm" / name, ignore=JUNK)
+    for name in FILES:
+        shutil.copy(ROOT / name, folder / "nanovllm")
+    (folder / "tools").mkdir()
+    (folder / "tools/kept.py").write_text("VALUE = 7\n")
+    (folder / "script.py").write_text(SCRIPT)
+    builder = folder / "builder"  # setuptools alone
+    builder.mkdir()
+    found = distribution("setuptools")
+    for name in {path.parts[0] for path in found.files or () if path.parts[0] != ".."}:
+        (builder / name).symlink_to(Path(str(found.locate_file(name))))
+    venv.create(folder / "venv", with_pip=True)
+    pip = [folder / "venv/bin/python", "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
+    environment = os.environ | {"PYTHONPATH": str(builder)}
+    done([*pip, "-e", folder / "nanovllm"], Path("/"), environment)
+    return folder
+
+
+def done(command: Sequence[str | Path], folder: Path, environment: Mapping[str, str] | None = None) -> str:
+    """Run a command to its end, without an error; return what it prints."""
+    result = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_mypy_finds_the_types_of_a_clone(beside: Path) -> None:
+    mypy = [sys.executable, "-m", "mypy", "--python-executable", beside / "venv/bin/python", "script.py"]
+    mypy += ["--ignore-missing-imports", "--follow-imports=silent", "--cache-dir", beside / "cache"]
+    assert 'Revealed type is "list[nanovllm.outputs.RequestOutput]"' in done(mypy, beside)
+
+
+def test_a_clone_is_imported_from_any_folder(beside: Path) -> None:
+    """Also from the one in which it lies: there its folder has the name of the package. The project's other
+    folders hide none of a script."""
+    [packages] = beside.glob("venv/lib/*/site-packages")
+    (packages / "dependencies.pth").write_text("\n".join(path for path in sys.path if "-packages" in path))
+    python, package = beside / "venv/bin/python", f"{beside}/nanovllm/nanovllm/__init__.py"
+    for folder in (beside, beside / "nanovllm", beside / "venv"):
+        assert (
+            done([python, "-c", "import nanovllm.config; print(nanovllm.__file__)"], folder) == f"{package}\n"
+        )
+    assert "run" in done([python, "-m", "nanovllm", "--help"], beside)
+    assert done([python, "script.py"], beside) == f"{package} LLM 7\n"

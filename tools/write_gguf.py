@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ import gguf
 import numpy as np
 import torch
 
-from nanovllm.models.registry import open_checkpoint
+from nanovllm.attention.rotary import attention_factor
+from nanovllm.kernels.activation import Activation
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.hf_config import HFConfig
+from nanovllm.models.registry import get_family, load_model_config, open_checkpoint
+from nanovllm.quantization.unquantized import QuantConfig
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -48,6 +54,13 @@ NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+}
+_ENDS = ("eos", "eot", "eom")  # keys of tokens that end an answer
+_ROPES = ("default", "linear", "yarn", "llama3")
+_MSCALES = ("attention_factor", "mscale", "mscale_all_dim")  # `check` compares what they give
+_SAMPLING = {
+    **{"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"},
+    "repetition_penalty": "penalty_repeat",
 }
 WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -77,38 +90,54 @@ def write_gguf(
     """Write the model in `folder` to `path`, and return the first file.
 
     encode: a type of WRITABLE, or a function. tensors_in_part: split the model into files with at most so
-    many tensors. changes: more keys, or other values, under the architecture's name.
+    many tensors. changes: more keys, or other values, under the architecture's name. ValueError or
+    ModelLoadError, and no file, for a model that a file cannot state.
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint, model = open_checkpoint(folder), load_model_config(folder)
     config = checkpoint.config()
-    architecture = ARCHITECTURES[config["architectures"][0]]
+    if model.architecture not in ARCHITECTURES:
+        raise ValueError(f"{folder}: {model.architecture} is none of {', '.join(ARCHITECTURES)}")
+    architecture = ARCHITECTURES[model.architecture]
+    try:
+        check(model)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_in_part)
-    for key, value in (settings(config) | changes).items():
+    for key, value in (settings(config, model) | changes).items():
         _add(writer, f"{architecture}.{key}", value)
-    add_tokenizer(writer, Path(folder), config, pre)
+    add_tokenizer(writer, Path(folder), config, model, pre)
+    add_sampling(writer, checkpoint.generation())
     encode = encode_as(encode) if isinstance(encode, str) else encode
     with checkpoint.tensors() as tensors:
-        tied = config.get("tie_word_embeddings", False)
         for name, some in together(tensors).items():
-            if name == "lm_head.weight" and tied:
+            if name == "lm_head.weight" and model.tie_word_embeddings:
                 continue
             values = np.stack([each[:].float().numpy() for each in some])
             values = values if ".experts." in name else values[0]
             if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
-                heads = config["num_key_value_heads" if "k_proj" in name else "num_attention_heads"]
-                values = interleaved(values, heads)
+                values = interleaved(values, model.num_kv_heads if "k_proj" in name else model.num_heads)
             stored = gguf_name(name)
             data, kind = encode(stored, np.ascontiguousarray(values))
             writer.add_tensor(stored, data, raw_dtype=kind)
-    factors = llama3_factors(config)
+    factors = llama3_factors(model)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    parts = sorted(Path(path).parent.glob(f"{Path(path).stem}-00001-of-*.gguf"))
-    return parts[0] if tensors_in_part and parts else Path(path)
+    parts = (
+        sorted(Path(path).parent.glob(f"{Path(path).stem}-?????-of-?????.gguf")) if tensors_in_part else []
+    )
+    files = parts or [Path(path)]
+    if not changes:
+        try:
+            compare(Path(folder), files[0])
+        except Exception:
+            for file in files:
+                file.unlink()
+            raise
+    return files[0]
 
 
 def together(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -134,59 +163,124 @@ def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(values.shape)
 
 
-def settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys below the architecture's name."""
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def check(model: ModelConfig) -> None:
+    """Raise ValueError that names what these files cannot state of a model."""
+    rope, specs = model.spec(0).rope, {model.spec(layer) for layer in range(model.num_layers)}
+    wrong: dict[str, bool] = {
+        "layers that differ, such as windows in some of them": len(specs) > 1,
+        f"the activation {model.activation.value}": model.activation is not Activation.SILU,
+        "dual chunk attention": model.dual_chunk is not None,
+        "weights that are quantised already": type(model.quant) is not QuantConfig,
+        "more than three end-of-sequence tokens": len(model.eos_token_ids) > len(_ENDS),
+    }
+    if rope is not None:
+        plain = replace(rope, attention_factor=None, mscale=None, mscale_all_dim=None)
+        scaled, untouched = attention_factor(rope), attention_factor(plain)
+        bounds = rope.low_freq_factor, rope.high_freq_factor
+        wrong |= {
+            f"rope type {rope.rope_type!r}": rope.rope_type not in _ROPES,
+            f"yarn's attention factor {scaled:.4g}, which is not {untouched:.4g}": scaled != untouched,
+            "yarn without truncate": rope.rope_type == "yarn" and not rope.truncate,
+            "llama3's low_freq_factor and high_freq_factor that are not 1 and 4": (
+                rope.rope_type == "llama3" and bounds != (1.0, 4.0)
+            ),
+        }
+    if found := [what for what, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(f"a GGUF file of this architecture cannot state {' and '.join(found)}")
+
+
+def settings(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """The keys below the architecture's name. config: the content of config.json."""
+    spec, rope = model.spec(0), model.spec(0).rope
+    assert rope is not None
+    known = HFConfig(config, get_family(model.architecture).defaults)
     found = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": heads,
-        "attention.head_count_kv": config.get("num_key_value_heads") or heads,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.dimension_count": head_dim,
-        "rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        "vocab_size": config["vocab_size"],
+        "block_count": model.num_layers,
+        "context_length": known.integer("max_position_embeddings"),
+        "embedding_length": model.hidden_size,
+        "feed_forward_length": model.intermediate_size,
+        "attention.head_count": spec.num_heads,
+        "attention.head_count_kv": spec.num_kv_heads,
+        "attention.key_length": spec.head_dim,
+        "attention.value_length": spec.head_dim,
+        "attention.layer_norm_rms_epsilon": model.rms_norm_eps,
+        "rope.dimension_count": spec.head_dim,
+        "rope.freq_base": rope.theta,
+        "vocab_size": model.vocab_size,
     }
-    experts = {
-        "expert_count": config.get("num_experts") or config.get("num_local_experts"),
-        "expert_used_count": config.get("num_experts_per_tok"),
-        "expert_feed_forward_length": config.get("moe_intermediate_size"),
-        "expert_weights_norm": config.get("norm_topk_prob"),
-    }
-    found |= {key: value for key, value in experts.items() if value is not None}
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind in ("linear", "yarn"):
-        found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
-    if kind == "yarn":
-        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if model.moe is not None:
+        found |= {
+            "expert_count": model.moe.num_experts,
+            "expert_used_count": model.moe.top_k,
+            "expert_feed_forward_length": model.moe.width,
+            "expert_weights_norm": model.moe.normalised,
+        }
+    if spec.window is not None:
+        found["attention.sliding_window"] = spec.window
+    if rope.rope_type in ("linear", "yarn"):
+        found |= {"rope.scaling.type": rope.rope_type, "rope.scaling.factor": float(rope.factor)}
+    if rope.rope_type == "yarn":
+        found |= {
+            "rope.scaling.original_context_length": int(rope.original_max_position),
+            "rope.scaling.yarn_beta_fast": float(rope.beta_fast),
+            "rope.scaling.yarn_beta_slow": float(rope.beta_slow),
+        }
     return found
 
 
-def llama3_factors(config: dict[str, Any]) -> np.ndarray | None:
+def llama3_factors(model: ModelConfig) -> np.ndarray | None:
     """What Llama 3.1 divides its frequencies by, [head_dim / 2]."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type") != "llama3":
+    size, rope = model.spec(0).head_dim, model.spec(0).rope
+    if rope is None or rope.rope_type != "llama3":
         return None
-    size = settings(config)["attention.key_length"]
-    theta, low, high = settings(config)["rope.freq_base"], rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * theta ** -(np.arange(0, size, 2) / size) / (2 * np.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    turns = rope.original_max_position * rope.theta ** -(np.arange(0, size, 2) / size) / (2 * np.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+    return (1 / ((1 - smooth) / rope.factor + smooth)).astype(np.float32)
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any], pre: str | None) -> None:
-    """Add the tokenizer of a folder with tokenizer.json and tokenizer_config.json, if it has them."""
-    ids = {"bos": config.get("bos_token_id"), "eos": config.get("eos_token_id")}
+def add_sampling(writer: gguf.GGUFWriter, generation: Mapping[str, Any]) -> None:
+    """Add the sampling parameters of generation_config.json."""
+    if generation.get("do_sample") is False:
+        generation = {"temperature": 0.0}
+    for name, key in _SAMPLING.items():
+        if (value := generation.get(name)) is not None:
+            add = writer.add_int32 if name == "top_k" else writer.add_float32
+            add(f"general.sampling.{key}", value)
+
+
+def compare(folder: Path, path: Path) -> None:
+    """Raise ValueError that names what of the model in `folder` the file at `path` does not give again."""
+    one, other = load_model_config(folder), load_model_config(path)
+
+    def stated(model: ModelConfig) -> dict[str, Any]:
+        specs = [model.spec(layer) for layer in range(model.num_layers)]
+        ropes = [spec.rope and replace(spec.rope, **dict.fromkeys(_MSCALES)) for spec in specs]
+        moe, left = model.moe, ("architecture", "dtype", "quant", "attention", "moe", "max_model_len")
+        return {key: value for key, value in vars(model).items() if key not in left} | {
+            "attention": [replace(spec, rope=rope) for spec, rope in zip(specs, ropes, strict=True)],
+            "moe": moe and replace(moe, step=1, dense=frozenset()),
+            "experts": moe and [moe.has_experts(layer) for layer in range(model.num_layers)],
+        }
+
+    before, after = stated(one), stated(other)
+    if found := [key for key in before if before[key] != after[key]]:
+        differ = "; ".join(f"{key} {before[key]!r}, not {after[key]!r}" for key in found)
+        raise ValueError(f"{folder}: a GGUF file cannot state all of it: {differ}")
+
+
+def add_tokenizer(
+    writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any], model: ModelConfig, pre: str | None
+) -> None:
+    """Add the tokens that begin and end texts, and the tokenizer of a folder with tokenizer.json and
+    tokenizer_config.json, if it has them."""
+    eos = config.get("eos_token_id")
+    first = eos[0] if isinstance(eos, list) and eos else eos
+    ends = sorted(model.eos_token_ids, key=lambda token_id: token_id != first)
+    bos = config.get("bos_token_id")
+    ids = dict(zip(_ENDS, ends, strict=False)) | ({} if bos is None else {"bos": bos})
     for name, value in ids.items():
-        first = value[0] if isinstance(value, list) else value
-        if first is not None:
-            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", first)
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", value)
     if not (folder / "tokenizer.json").is_file():
         return
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -209,8 +303,11 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any],
     if (pad["content"] if isinstance(pad, dict) else pad) in names:
         writer.add_pad_token_id(names[pad["content"] if isinstance(pad, dict) else pad])
     writer.add_add_bos_token(bool(stated.get("add_bos_token", False)))
-    if isinstance(stated.get("chat_template"), str):
-        writer.add_chat_template(stated["chat_template"])
+    template = stated.get("chat_template")
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text("utf-8")
+    if isinstance(template, str):
+        writer.add_chat_template(template)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     short_factor: tuple[float, ...] = ()  # longrope: of each pair of elements, up to the training length
-    long_factor: tuple[float, ...] = ()  # the same beyond
+    long_factor: tuple[float, ...] = ()  # the same beyond; see `up_to`
     # Of a head's elements, the first ones; the others are not rotated. With "proportional" the first ones of
     # each half, with the frequencies of whole heads.
     rotary_share: float = 1.0
@@ -86,8 +86,8 @@ class RopeConfig:
             return tuple(map(float, values))
 
         original = number("original_max_position_embeddings", max_position_embeddings)
-        if rope_type == "dynamic":
-            original = max_position_embeddings  # beyond this length transformers grows the base
+        if rope_type not in ("llama3", "yarn", "longrope"):
+            original = max_position_embeddings  # beyond it transformers grows the base of "dynamic"
         if original <= 0:
             raise ValueError(f"original_max_position_embeddings must be positive, not {original}")
         # In a config of these types without a factor, the factor is the ratio of the two lengths.
@@ -131,6 +131,11 @@ class RopeConfig:
         """In longer sequences the angle of a position depends on their length; None: it never does."""
         return self.original_max_position if self.rope_type == "dynamic" else None
 
+    def up_to(self, length: int) -> RopeConfig:
+        """The same for sequences of at most `length` tokens: of longrope's two sets of factors, one."""
+        factors = self.long_factor if length > self.original_max_position else self.short_factor
+        return replace(self, short_factor=factors, long_factor=factors)
+
     def max_position(self, stated: int) -> int:
         """The longest sequence that the scaling supports, if the config states `stated` positions."""
         if self.rope_type in ("linear", "dynamic"):
@@ -155,7 +160,7 @@ def rope_table(config: RopeConfig | None, head_dim: int, num_positions: int) -> 
 
     The same numbers as transformers' `modeling_rope_utils`. Those of "dynamic" hold up to `longest_fixed`: in
     a longer sequence every token changes them all, and a cache of rotated keys cannot follow. With "longrope"
-    the number of positions chooses the factors, for all sequences; transformers chooses for each sequence.
+    `RopeConfig.up_to` chooses the factors, for all sequences; transformers chooses for each sequence.
     The pairs that are not rotated come last, with angle 0.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
@@ -163,8 +168,8 @@ def rope_table(config: RopeConfig | None, head_dim: int, num_positions: int) -> 
         angles = positions.new_zeros(num_positions, head_dim // 2)
         return torch.cat((angles.cos(), angles.sin()), dim=-1)
     rotary = config.rotary_dim(head_dim)
-    angles = positions[:, None] * _frequencies(config, rotary, num_positions - 1)
-    scale = _attention_factor(config)
+    angles = positions[:, None] * _frequencies(config.up_to(num_positions - 1), rotary)
+    scale = attention_factor(config)
     rest = positions.new_zeros(num_positions, (head_dim - rotary) // 2)
     return torch.cat((angles.cos() * scale, rest + 1, angles.sin() * scale, rest), dim=-1)
 
@@ -173,18 +178,18 @@ def _exponents(head_dim: int) -> torch.Tensor:
     return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
 
 
-def _frequencies(config: RopeConfig, head_dim: int, longest: int) -> torch.Tensor:
-    """The angle per position of each pair of dimensions, [head_dim / 2]; longest: the longest sequence."""
+def _frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """The angle per position of each pair of dimensions, [head_dim / 2]."""
     if config.rope_type == "yarn":
         return _yarn_frequencies(config, head_dim)
     frequencies = 1.0 / (config.theta ** _exponents(head_dim))
     if config.rope_type == "longrope":
-        factors = config.long_factor if longest > config.original_max_position else config.short_factor
-        if len(factors) != head_dim // 2:
+        if len(config.long_factor) != head_dim // 2:
             raise ValueError(
-                f"rope type 'longrope' needs {head_dim // 2} factors, and the config has {len(factors)}"
+                f"rope type 'longrope' needs {head_dim // 2} factors, and the config has "
+                f"{len(config.long_factor)}"
             )
-        return 1.0 / (torch.tensor(factors) * config.theta ** _exponents(head_dim))
+        return 1.0 / (torch.tensor(config.long_factor) * config.theta ** _exponents(head_dim))
     if config.rope_type == "proportional":
         frequencies[int(config.rotary_share * head_dim // 2) :] = 0
     if config.rope_type in ("linear", "proportional"):
@@ -225,7 +230,7 @@ def _yarn_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     return 1.0 / (config.factor * base) * (1 - kept) + 1.0 / base * kept
 
 
-def _attention_factor(config: RopeConfig) -> float:
+def attention_factor(config: RopeConfig) -> float:
     """The factor of cosines and sines; 1 for all types except yarn and longrope."""
     if config.rope_type not in ("yarn", "longrope"):
         return 1.0

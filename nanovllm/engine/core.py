@@ -75,7 +75,8 @@ class Core:
     @property
     def load(self) -> Load:
         plan = self.scheduler
-        return Load(len(self.requests), len(plan.running), len(plan.waiting), plan.block_manager.usage)
+        running = len(plan.running) + len(plan.ending)
+        return Load(len(self.requests), running, len(plan.waiting), plan.block_manager.usage)
 
     @property
     def asleep(self) -> frozenset[str]:
@@ -128,9 +129,9 @@ class Core:
                 events = self.scheduler.postprocess(step.batch, output)
             if self._run_ahead:
                 self._in_flight = self._drawn(launched)
-        if step is None:
-            return Stepped([], peak_usage)
-        return self._finished(step, events, now, peak_usage)
+            if step is None:
+                return Stepped([], peak_usage)
+            return self._finished(step, events, now, peak_usage)
 
     def _plan(self) -> _LaunchedStep | None:
         """Plan the next step, which must be launched then; None if nothing can be planned."""

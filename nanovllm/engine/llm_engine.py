@@ -20,6 +20,7 @@ from nanovllm.engine.core import Core
 from nanovllm.engine.executor import Executor, Stepped
 from nanovllm.engine.metrics import RequestTimes
 from nanovllm.engine.progress import Progress
+from nanovllm.engine.requests import check_can_run
 from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.errors import BadRow, attempt, raise_first
@@ -58,6 +59,7 @@ class LLMEngine:
         self._profile_folder = _profile_folder(options.get("profiler_config"))
         opened = open_model(self.config)
         self._defaults, self._processor = opened.defaults, opened.processor
+        self._embedding = opened.embedding
         if (size := self.config.data_parallel_size) == 1:
             self._executor: Executor = Core(opened)
         elif self._replicated is None:
@@ -335,14 +337,8 @@ class LLMEngine:
     def _fitting(self, request: Request | BadRow, where: str) -> Request | BadRow:
         """Return the request, or the error that it already has; ValueError if it can never run."""
         if isinstance(request, Request):
-            ranks, replicas = self.config.tensor_parallel_size, self.config.data_parallel_size
-            if max(ranks, replicas) > 1 and request.params.logits_processors:
-                raise ValueError(
-                    f"{where}: logits_processors are functions of this process and need "
-                    f"tensor_parallel_size=1 and data_parallel_size=1, not {ranks} and {replicas}; use "
-                    "logit_bias, allowed_token_ids or structured_outputs"
-                )
             try:
+                check_can_run(request, self.config, self.model_config)
                 length = len(request.prompt_token_ids)
                 more = 1 if request.params.max_tokens != 0 else request.num_needed - length
                 self._executor.room.check_fits(length, more)

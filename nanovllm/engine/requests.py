@@ -15,12 +15,30 @@ from time import perf_counter, time
 import xxhash
 
 from nanovllm.batch import Batch, TokenEvents
+from nanovllm.config import Config
+from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed, unlisted
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule
 from nanovllm.text.detokenizer import LONGEST_CUT, StopStrings
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Request
+
+
+def check_can_run(request: Request, config: Config, model: ModelConfig) -> None:
+    """Raise ValueError if this engine cannot run the request, whatever its length."""
+    ranks, replicas = config.tensor_parallel_size, config.data_parallel_size
+    if max(ranks, replicas) > 1 and request.params.logits_processors:
+        raise ValueError(
+            "logits_processors are functions of this process and need tensor_parallel_size=1 and "
+            f"data_parallel_size=1, not {ranks} and {replicas}; use logit_bias, allowed_token_ids or "
+            "structured_outputs"
+        )
+    if request.pooling is None and not model.has_head:
+        raise ValueError(
+            "this model has no LM head (its files have no lm_head.weight, and config.json no "
+            "tie_word_embeddings), so it draws and scores no tokens; embed() makes embeddings"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -75,12 +93,12 @@ class Requests:
         return [
             Sequence(
                 next(self._seq_ids),
-                request.prompt_token_ids[: request.num_needed],
+                request.prompt_token_ids[: request.num_needed],  # a copy
                 request.params,
                 sequence_seed(request, index, self._seed),
                 request.stop_token_ids,
                 request.prompt_bytes,
-                make_rules(request),
+                make_rules(request, self.processor.eos_token_ids),
                 next_wanted=request.next_wanted if index == 0 else None,
                 pooling=request.pooling,
             )
@@ -257,7 +275,9 @@ def _unfinished(state: _RequestState, completions: list[CompletionOutput]) -> Re
     )
 
 
-def make_rules(request: Request) -> list[Rule]:
+def make_rules(request: Request, eos_token_ids: Iterable[int] = ()) -> list[Rule]:
+    """The rules of one sequence. eos_token_ids: the model's, which `min_tokens` forbids even if they end
+    nothing (`ignore_eos`), as in vLLM."""
     params, stop_ids, constraint = request.params, request.stop_token_ids, request.constraint
     rules: list[Rule] = []
     if constraint is not None:
@@ -265,7 +285,7 @@ def make_rules(request: Request) -> list[Rule]:
     if params.allowed_token_ids is not None:
         rules.append(AllowedTokens(params.allowed_token_ids))
     if params.min_tokens:
-        rules.append(MinTokens(params.min_tokens, stop_ids))
+        rules.append(MinTokens(params.min_tokens, stop_ids.union(eos_token_ids)))
     if request.bad_words:
         rules.append(BadWords(request.bad_words))
     return rules

@@ -16,9 +16,11 @@ from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.models.checkpoint import GENERATION_FILE
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.embedding import EmbeddingDefaults, embedding_defaults
 from nanovllm.models.registry import Hub, load_model_config, open_checkpoint, resolve_model_path
-from nanovllm.models.weights import check_weights
+from nanovllm.models.weights import check_weights, find_head
 from nanovllm.quantization.base import ROW_BYTES
+from nanovllm.runner.memory import CALIBRATION_TOKENS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.tokenizer import load_tokenizer
@@ -48,6 +50,7 @@ class OpenedModel(NamedTuple):
     max_model_len: int  # the one asked for, or the longest that the model supports
     defaults: dict[str, Any]  # sampling parameters that the model recommends
     processor: Processor
+    embedding: EmbeddingDefaults
 
 
 def open_model(config: Config) -> OpenedModel:
@@ -66,8 +69,8 @@ def open_model(config: Config) -> OpenedModel:
     model_config = read_model_config(config, path, generation, device)
     if not device.is_cuda and config.dtype == "auto":
         logger.info("dtype: %s on this CPU (the checkpoint's is %s)", *_dtypes(device, model_config))
-    if model_config.quant.note:
-        logger.warning("%s", model_config.quant.note)
+    for note in model_config.quant.notes:
+        logger.warning("%s", note)
     defaults = overridden(generation, option, changes)
     model_config.check_tensor_parallel_size(config.tensor_parallel_size)
     check_experts(config, model_config, device)
@@ -76,15 +79,29 @@ def open_model(config: Config) -> OpenedModel:
             f"return_routed_experts=True needs a mixture of experts, and {model_config.architecture} is none"
         )
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
-    processor = Processor(
-        find_tokenizer(config, path),
-        model_config.vocab_size,
-        model_config.eos_token_ids,
-        config.max_logprobs,
-    )
+    model_config = model_config.rotated_up_to(max_model_len)
+    processor = make_processor(config, path, model_config)
     if config.load_format == "auto":
         check_weights(model_config, path)
-    return OpenedModel(config, path, model_config, max_model_len, defaults, processor)
+    embedding = read_embedding_defaults(path, model_config)
+    return OpenedModel(config, path, model_config, max_model_len, defaults, processor, embedding)
+
+
+def read_embedding_defaults(path: Path, model_config: ModelConfig) -> EmbeddingDefaults:
+    """How the files in `path` make embeddings. ValueError if the model can do nothing else, and they ask for
+    what is not supported."""
+    found = embedding_defaults(path)
+    if found.problem and not model_config.has_head:
+        raise ValueError(f"{found.problem}, and this model has no LM head, so it only makes embeddings")
+    if found.note:
+        logger.warning("%s", found.note)
+    if (found.cut or model_config.longest) < model_config.longest:
+        logger.warning(
+            "sentence-transformers' files cut texts off after %d tokens, and embed() does not; pass shorter "
+            "texts for the same embeddings",
+            found.cut,
+        )
+    return found
 
 
 def _dtypes(device: Device, model_config: ModelConfig) -> tuple[str, str]:
@@ -96,6 +113,8 @@ def _dtypes(device: Device, model_config: ModelConfig) -> tuple[str, str]:
 def read_model_config(config: Config, path: Path, generation: dict[str, Any], device: Device) -> ModelConfig:
     """The config of the model in `path`, whose weights are stored as this device can use them."""
     model = load_model_config(path, generation, config.hf_overrides, config.quantization)
+    if config.load_format == "auto" and open_checkpoint(path).files()[1]:
+        model = find_head(model, path)
     return replace(model, quant=model.quant.on(device.capability))
 
 
@@ -133,6 +152,15 @@ def find_tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase 
         name = config.model if config.tokenizer is None else config.tokenizer
         path = resolve_model_path(name, _hub(config, config.tokenizer_revision), "tokenizer")
     return open_checkpoint(path).tokenizer(lambda folder: load_tokenizer(folder, config.trust_remote_code))
+
+
+def make_processor(config: Config, path: Path, model_config: ModelConfig) -> Processor:
+    """The processor with the model's tokenizer and its ends of answers. Errors as of `find_tokenizer`."""
+    tokenizer, ends = find_tokenizer(config, path), model_config.eos_token_ids
+    processor = Processor(tokenizer, model_config.vocab_size, ends, config.max_logprobs)
+    if not open_checkpoint(path).states_ends:
+        processor.add_written_end()
+    return processor
 
 
 def _hub(config: Config, revision: str | None) -> Hub:
@@ -236,7 +264,8 @@ def warn_of_options(config: Config, max_model_len: int, longest: int) -> None:
 
 def usable_length(config: Config, model_config: ModelConfig, device: Device, max_model_len: int) -> int:
     """`max_model_len`, or less: the most tokens that any KV cache of this device may hold, and on a CPU those
-    whose tables take TABLE_BYTES. So no table is made for positions that nothing can use."""
+    whose tables take TABLE_BYTES. So no table is made for positions that nothing can use. An FP8 cache gets
+    its scales from as many tokens whatever its size."""
     # Layers with a window need no more memory for longer sequences.
     limited, ranks = model_config.up_to(max_model_len), config.tensor_parallel_size
     values, most_values = limited.cached_values(ranks, far=True), limited.cached_values(ranks)
@@ -252,4 +281,5 @@ def usable_length(config: Config, model_config: ModelConfig, device: Device, max
         widest = max(spec.head_dim for spec in model_config.attention)
         tables = 24 * config.max_num_seqs // (config.kvcache_block_size or 16) + 12 * widest
         most = min(most, TABLE_BYTES // tables)  # block tables, and rope's with what computing it takes
-    return min(max_model_len, most + block)  # a block more, so that an error names the cache as the limit
+    most += block  # so that an error names the cache as the limit
+    return min(max_model_len, most if config.kv_cache_dtype == "auto" else max(most, CALIBRATION_TOKENS))

@@ -4,6 +4,7 @@ caller's ids, metrics, and functions that run on the ranks. Plans and computes n
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -67,7 +68,7 @@ class VLLMCalls(LLMEngine):
         messages: Conversation | Iterable[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        chat_template: str | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from nanovllm.config import Config
+from nanovllm.integrations.ray_batches import Column, open_batch
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -43,6 +43,9 @@ class LLMPredictor:
 
     Every row keeps its columns and gets those of `OUTPUT_COLUMNS`: the text, the token ids (with `n` above 1
     lists of both), numbers of tokens, `finish_reason`, and `error`: why the row has no answer, or "".
+
+    With `batch_format="pyarrow"` all columns keep their types, values and nulls. With NumPy, the default of
+    `map_batches`, they do not: integers beside a null become floats, dates become times, zones are lost.
     """
 
     def __init__(
@@ -61,9 +64,9 @@ class LLMPredictor:
         sampling_params: for every row; None takes `get_default_sampling_params()`.
         prompt_column: the column of strings, or lists of token ids. messages_column: the column of
         conversations, instead of prompts.
-        id_column: the column of row ids. Without a `seed` in `sampling_params`, a row's seed derives from its
-        id, so that its answer does not depend on the replica, the batch or retries. Without ids each replica
-        has its own seed, unless `seed` is among the options.
+        id_column: the column of row ids. Without a `seed` in `sampling_params`, a row's seed derives from the
+        value of its id, so that its answer does not depend on the replica, the batch, its format or retries.
+        Without ids each replica has its own seed, unless `seed` is among the options.
         options: those of `LLM`.
 
         Raises the errors of `LLM`, and TypeError for wrong sampling parameters.
@@ -76,56 +79,54 @@ class LLMPredictor:
         given = sampling_params or self.llm.get_default_sampling_params()
         self._params = given.clone()
 
-    def __call__(self, batch: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
-        """Answer a batch, the rows by column. ValueError for a column that is missing or would be lost."""
+    def __call__(self, batch: Any) -> Any:
+        """Answer a dictionary of NumPy arrays, a pandas DataFrame or an Arrow table; return the same kind.
+
+        ValueError for a column that is missing or would be lost, and for ids that the batch may have rounded.
+        """
+        opened = open_batch(batch)
         asked = self._prompts if self._messages is None else self._messages
         for name in filter(None, (asked, self._ids)):
-            if name not in batch:
-                raise ValueError(f"there is no column {name!r}; the columns are {', '.join(batch)}")
-        lost = [name for name in OUTPUT_COLUMNS if name in batch]
+            if name not in opened.names:
+                raise ValueError(f"there is no column {name!r}; the columns are {', '.join(opened.names)}")
+        lost = [name for name in OUTPUT_COLUMNS if name in opened.names]
         if lost:
             raise ValueError(f"the dataset has a column {lost[0]!r}, which the answers need; rename it")
-        params = self._params if self._ids is None else [self._seeded(each) for each in batch[self._ids]]
-        rows = [self._row(value) for value in batch[asked]]
+        params = self._params if self._ids is None else [self._seeded(each) for each in opened.ids(self._ids)]
+        rows = [self._row(value) for value in opened.values(asked)]
         answer = self.llm.generate if self._messages is None else self.llm.chat
-        outputs = answer(rows, params, use_tqdm=False, on_error="return")
-        return {**batch, **self._columns(outputs)}
+        outputs = answer(rows, params, use_tqdm=False, on_error="return") if rows else []
+        return opened.extended(self._columns(outputs))
 
     def _row(self, value: Any) -> Any:
         """A value in a form that is one prompt or conversation, even at the start of a batch."""
-        if isinstance(value, np.ndarray):
-            return value.tolist()
         if self._messages is not None:
             return [value] if isinstance(value, Mapping) else value
-        is_number = isinstance(value, (int, float, np.number))  # NaN stands for a missing prompt
-        return {"prompt_token_ids": value} if is_number else value
+        is_one = value is None or isinstance(value, (str, bytes, list, Mapping))
+        return value if is_one else {"prompt_token_ids": value}
 
-    def _seeded(self, row_id: object) -> SamplingParams:
+    def _seeded(self, row_id: str) -> SamplingParams:
         if self._params.seed is not None:
             return self._params
         params = self._params.clone()
-        params.seed = xxhash.xxh3_64_intdigest(str(row_id).encode()) >> 1
+        params.seed = xxhash.xxh3_64_intdigest(row_id.encode(errors="surrogatepass")) >> 1
         return params
 
-    def _columns(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        def column(values: list[Any]) -> Any:
-            """An array of objects, even if all lists have the same length."""
-            array = np.empty(len(values), object)
-            array[:] = values
-            return array
+    def _columns(self, outputs: list[RequestOutput]) -> dict[str, Column]:
+        several = int(self._params.n > 1)
 
-        def of_completions(name: str) -> Any:
+        def of_completions(name: str, kind: str, depth: int = 0) -> Column:
             rows = [[getattr(each, name) for each in output.outputs] for output in outputs]
-            return column(rows if self._params.n > 1 else [row[0] for row in rows])
+            return Column(rows if several else [row[0] for row in rows], kind, depth + several)
 
         num_tokens = [sum(len(each.token_ids) for each in output.outputs) for output in outputs]
         return {
-            "generated_text": of_completions("text"),
-            "generated_tokens": of_completions("token_ids"),
-            "num_input_tokens": np.array([len(output.prompt_token_ids) for output in outputs]),
-            "num_generated_tokens": np.array(num_tokens),
-            "finish_reason": of_completions("finish_reason"),
-            "error": column([output.error or "" for output in outputs]),
+            "generated_text": of_completions("text", "string"),
+            "generated_tokens": of_completions("token_ids", "int64", 1),
+            "num_input_tokens": Column([len(output.prompt_token_ids) for output in outputs], "int64"),
+            "num_generated_tokens": Column(num_tokens, "int64"),
+            "finish_reason": of_completions("finish_reason", "string"),
+            "error": Column([output.error or "" for output in outputs], "string"),
         }
 
 
@@ -168,7 +169,8 @@ def generate(
     least, most = replicas if isinstance(replicas, tuple) else (replicas, replicas)
     num_gpus = 0 if config.device == "cpu" else config.tensor_parallel_size * config.data_parallel_size
     compute = ActorPoolStrategy(min_size=least, max_size=most)
-    given = {"num_gpus": num_gpus} | dict(ray_args or {})
+    # Arrow alone keeps types and nulls: NumPy makes integers beside a null floats, for example.
+    given: dict[str, Any] = {"num_gpus": num_gpus, "batch_format": "pyarrow"} | dict(ray_args or {})
     if checkpoint_path is not None:
         given["num_cpus"] = _cpus_of_replica(least, given.get("num_cpus"))
     answered = dataset.map_batches(

@@ -10,7 +10,7 @@ import argparse
 import platform
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -25,7 +25,7 @@ from nanovllm.config import Config, versions
 from nanovllm.device import Device
 from nanovllm.engine.startup import (
     find_model,
-    find_tokenizer,
+    make_processor,
     overridden,
     read_generation_config,
     recommended_params,
@@ -33,7 +33,7 @@ from nanovllm.engine.startup import (
 )
 from nanovllm.engine.stats import counted
 from nanovllm.errors import BadRow, attempt
-from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, refusing
+from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, caught_signals, refusing
 from nanovllm.jobs.job import engine_options, find_files, make_format, open_job
 from nanovllm.jobs.progress import Display
 from nanovllm.jobs.runner import portions
@@ -83,7 +83,8 @@ def check(args: argparse.Namespace) -> int:
     except JobRefusedError as error:
         print(error)
         return REFUSED
-    return max([_check(args, path, model) for path in paths])
+    with caught_signals() as signals:
+        return max([_check(args, path, model, signals.check) for path in paths])
 
 
 def _read_model(args: argparse.Namespace) -> _Model:
@@ -96,15 +97,16 @@ def _read_model(args: argparse.Namespace) -> _Model:
         changes = config.override_generation_config or {}
         params = recommended_params(overridden(generation, config.generation_config, changes))
         limit = resolve_max_model_len(config.max_model_len, model_config)
-        tokenizer = find_tokenizer(config, path)
-    renderer = Renderer(tokenizer, args.chat_template_kwargs, args.chat or args.messages_column is not None)
-    eos_token_ids = model_config.eos_token_ids
-    processor = Processor(tokenizer, model_config.vocab_size, eos_token_ids, config.max_logprobs)
+        processor = make_processor(config, path, model_config)
+    is_chat = args.chat or args.messages_column is not None
+    renderer = Renderer(processor.tokenizer, args.chat_template_kwargs, is_chat)
     processor.max_model_len = limit
     return params, renderer, processor
 
 
-def _check(args: argparse.Namespace, path: Path, model: _Model | None) -> int:
+def _check(
+    args: argparse.Namespace, path: Path, model: _Model | None, check_signals: Callable[[], None]
+) -> int:
     num_rows = num_bad = num_problems = 0
     ids = array("Q")  # their hashes
 
@@ -112,6 +114,7 @@ def _check(args: argparse.Namespace, path: Path, model: _Model | None) -> int:
         nonlocal num_rows
         for row in source.rows():
             num_rows += 1
+            check_signals()
             values = attempt(row.values)
             if isinstance(values, Exception):
                 yield row.index, str(values), True

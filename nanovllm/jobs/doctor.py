@@ -20,6 +20,7 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.startup import (
     find_tokenizer,
     overridden,
+    read_embedding_defaults,
     read_generation_config,
     read_model_config,
     recommended_params,
@@ -93,8 +94,11 @@ def _model(config: Config, device: Device) -> Iterator[str]:
     model.check_tensor_parallel_size(size)
     dtype = device.resolve_dtype(config.dtype, model.dtype)
     yield f"dtype: {str(dtype).removeprefix('torch.')} (the checkpoint's is {model.dtype})"
-    if config.quantization or model.quant.note:
-        yield f"quantised weights: {model.quant.note or config.quantization}"
+    if config.quantization or model.quant.notes:
+        yield f"quantised weights: {'; '.join(model.quant.notes) or config.quantization}"
+    pooling = read_embedding_defaults(path, model).pooling
+    if not model.has_head:
+        yield f"no LM head: it makes embeddings alone, by default of {pooling} hidden states"
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
     yield _backend(config, device, model, (dtype, cache_dtype))
     longest = resolve_max_model_len(config.max_model_len, model)

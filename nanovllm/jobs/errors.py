@@ -1,16 +1,18 @@
 """How a job ends: its exit codes, and the exceptions and signals that end it early.
 
-The messages say what to do next. Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt between steps of the
-engine. Ends no process.
+The messages say what to do next. While rows run, Ctrl-C, SIGTERM and SIGHUP are looked at between steps of
+the engine and between rows; before and after that they raise KeyboardInterrupt at once. Ends no process.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from nanovllm.errors import NanoVLLMError, WorkerError
 
@@ -57,10 +59,16 @@ _ENDS: dict[int, tuple[int, str]] = {  # exit code and name
 
 
 class Signals:
-    """The signals that came, in order; the first one tells how the job ends."""
+    """The signals that came, in order; the first one tells how the job ends.
+
+    A handler that raises is not enough: Python prints and drops what is raised within a callback of a weak
+    reference, `__del__` or the garbage collector. So `check` raises at every safe point, too.
+    """
 
     def __init__(self) -> None:
         self.seen: list[int] = []
+        self._before: dict[int, Any] = {}  # the handlers that come back at the end
+        self._waits = False
         self._held = False
 
     @property
@@ -68,14 +76,37 @@ class Signals:
         """The exit code, and the name of the signal."""
         return _ENDS[self.seen[0] if self.seen else signal.SIGINT]
 
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal came."""
+        if self.seen and not self._held:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """In the block the first signal only lets `check` raise."""
+        self._waits = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._waits = False
+        self.check()
+
     def hold(self) -> None:
         """From here on only note signals: what is left to do is short, and must be done."""
         self._held = True
 
+    def ignore(self) -> None:
+        """From here on signals change nothing, also after the block of `caught_signals`: nothing is left to
+        stop, and the end of Python would lose the exit code."""
+        self._held = True
+        self._before = dict.fromkeys(self._before, signal.SIG_IGN)
+
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """The handler. Every signal interrupts, so a second one ends a clean-up that takes too long."""
+        """The handler. Every signal but the first raises at once: it ends a step or a clean-up that takes too
+        long."""
         self.seen.append(number)
-        if self._held:
+        if self._held or (self._waits and len(self.seen) == 1):
             return
         if number != signal.SIGINT and callable(signal.getsignal(signal.SIGINT)):
             signal.raise_signal(signal.SIGINT)  # the engine delays this one up to the end of its step
@@ -98,11 +129,20 @@ def caught_signals() -> Iterator[Signals]:
             yield outer
             return
     signals = Signals()
-    caught = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
+    signals._before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
+    print_dropped = sys.unraisablehook
+
+    def dropped(error: Any) -> None:
+        if not (signals.seen and issubclass(error.exc_type, KeyboardInterrupt)):  # `check` raises it again
+            print_dropped(error)
+
     try:
-        for number in caught:
+        sys.unraisablehook = dropped
+        for number in signals._before:
             signal.signal(number, signals.stop)
         yield signals
     finally:
-        for number, old in caught.items():
+        signals.hold()
+        for number, old in signals._before.items():
             signal.signal(number, old)
+        sys.unraisablehook = print_dropped

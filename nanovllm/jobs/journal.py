@@ -39,6 +39,7 @@ class Journal:
         self._output = output
         self._rows = rows
         self.state: dict[str, Any] = {}
+        self.began_with: Mapping[str, Any] = {}  # the options that may change, as the job had them before
 
     def read(self) -> dict[str, Any] | None:
         """Return the stored journal, None if there is none. JobRefusedError if the file is not a journal."""
@@ -95,7 +96,7 @@ class Journal:
                 )
             if different and extend is not None:
                 extend(found["input"])
-            self.state = {**found, **job}
+            self.state, self.began_with = {**found, **job}, found.get("other_options", {})
         self.update(state="running", pid=os.getpid())
         return found if files else None
 

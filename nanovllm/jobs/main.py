@@ -68,15 +68,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     with caught_signals() as signals:
         code = _code(args, signals)
+        signals.hold()
         if signals.seen:
             _leave(code)
         return code
+
+
+def program() -> NoReturn:
+    """The program of this process: run its command line, and end with the exit code."""
+    with caught_signals() as signals:
+        try:
+            code = main()
+        except KeyboardInterrupt:
+            code = signals.end[0]
+        finally:
+            signals.ignore()
+    sys.exit(code)
 
 
 def _code(args: argparse.Namespace, signals: Signals) -> int:
     """Run a command; return its exit code."""
     try:
         module = importlib.import_module(f"nanovllm.jobs.{_MODULES[args.command]}")
+        signals.check()
         code: int = getattr(module, args.command)(args)
         sys.stdout.flush()
     except JobRefusedError as error:

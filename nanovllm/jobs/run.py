@@ -102,23 +102,24 @@ def _run_job(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
         if before is not None and before.get("versions") != journal.state["versions"]:
             _say(f"the job began with other versions, and answers may differ: {before.get('versions')}")
         with closing(output):
-            runner = JobRunner(args, source, output)
+            runner = JobRunner(args, source, output, signals)
             runner.answers = answers
             make = partial(make_format, args, is_batch, seed=config.seed)
-            return _run(runner, journal, signals, lambda: _answer(runner, journal, make, make_llm))
+            return _run(runner, journal, lambda: _answer(runner, journal, make, make_llm))
 
 
-def _run(runner: JobRunner, journal: Journal, signals: Signals, answer: Callable[[], None]) -> int:
+def _run(runner: JobRunner, journal: Journal, answer: Callable[[], None]) -> int:
     """Run the remaining rows of a job; return its exit code."""
-    output, args, progress = runner.output, runner.args, runner.progress
+    output, args, progress, signals = runner.output, runner.args, runner.progress, runner.signals
     if output.finished or output.num_dropped:
         _say(f"{args.output}: resumes after {counted(len(output.finished), 'row')}{_dropped(output, args)}")
     error: BaseException | None = None
     try:
         answer()
+        signals.hold()
     except (KeyboardInterrupt, Exception) as caught:
+        signals.hold()
         error = caught
-    signals.hold()
     code, state = _end(error, signals, progress)
     if args.echo is not None:
         state = state.replace(_RESUMES, "; an output to standard output cannot be resumed, so run it again")
@@ -155,16 +156,20 @@ def _answer(
     runner: JobRunner, journal: Journal, make: Callable[..., RowFormat], make_llm: Callable[..., Any]
 ) -> None:
     """Answer the rows that have no line. make: of their format, with the model's sampling parameters."""
-    args, progress = runner.args, runner.progress
+    args, progress, signals = runner.args, runner.progress, runner.signals
+    signals.check()
     runner.check_errors()
     if next(runner.pending(), None) is not None:
         _say(f"loading {args.model}")
         with refusing():
             llm = make_llm(args.model, **engine_options(args))
         with closing(llm):
+            _keep_length(journal, runner, llm.model_config.max_model_len)
+            signals.check()
             history = History(journal, runner.output)
 
             def on_step(step: StepStats) -> None:
+                signals.check()
                 progress.step(step)
                 history.save_when_due(llm.stats)
 
@@ -172,7 +177,7 @@ def _answer(
             row_format = make(recommended=llm.get_default_sampling_params())
             all_chats = args.chat or args.messages_column is not None
             renderer = Renderer(llm.tokenizer, args.chat_template_kwargs, all_chats)
-            with _reported(runner, llm, history, row_format.params):
+            with signals.between_steps(), _reported(runner, llm, history, row_format.params):
                 gc.freeze()  # a full collection would visit all of torch, for 0.1 s every 10,000 rows
                 try:
                     runner.run(llm, row_format, renderer)
@@ -181,8 +186,26 @@ def _answer(
                     history.save(llm.stats())
     elif args.report is not None:
         _say(f"{args.report} is not written, because no row was left to run")
+    signals.check()  # in the close of the engine it may have been dropped
     _check_input(runner, journal.state["input"])
+    signals.check()
     _finish(runner)
+
+
+def _keep_length(journal: Journal, runner: JobRunner, length: int) -> None:
+    """Note the longest sequence of the engine; JobRefusedError if the answers that are there had another:
+    a shorter one cuts answers and refuses rows, a longer one does neither where those did."""
+    before = journal.state.get("max_model_len")
+    if before not in (None, length) and runner.output.finished:
+        options = " ".join(f"{key}={value}" for key, value in journal.began_with.items()) or "none"
+        raise JobRefusedError(
+            f"{runner.args.output}: its answers had room for max_model_len={before} tokens, prompt and "
+            f"answer together, and here the KV cache has room for {length}, which would change the other "
+            f"answers; give the cache the room that it had, {before} tokens (num_kvcache_blocks * "
+            f"kvcache_block_size; options of the first run: {options}), or choose another -o, which keeps "
+            "these answers"
+        )
+    journal.update(max_model_len=length)
 
 
 def _check_input(runner: JobRunner, before: Mapping[str, Any]) -> None:

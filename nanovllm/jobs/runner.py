@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from nanovllm.engine.stats import counted
 from nanovllm.errors import BadRow, attempt
-from nanovllm.jobs.errors import TOO_MANY_ERRORS, JobFailedError
+from nanovllm.jobs.errors import TOO_MANY_ERRORS, JobFailedError, Signals
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.progress import JobProgress, Work
 from nanovllm.jobs.sources import Input, SourceRow
@@ -44,11 +44,12 @@ class JobRunner:
     num_rows: int | None = None  # of the input, once all have been read
     answers: Any = None  # of all runs, for the report
 
-    def __init__(self, args: argparse.Namespace, source: Input, output: Output) -> None:
-        """args: of the command line; uses `max_errors`, `ordered` and `window`."""
+    def __init__(self, args: argparse.Namespace, source: Input, output: Output, signals: Signals) -> None:
+        """args: of the command line; uses `max_errors`, `ordered` and `window`. signals: end the job."""
         self.args = args
         self.source = source
         self.output = output
+        self.signals = signals
         self.progress = JobProgress(source, len(output.finished), output.num_errors)
         self._held: dict[int, _Line] = {}  # lines that wait for earlier rows, with `ordered`
         self._next = source.first  # the next row to write, with `ordered`
@@ -70,6 +71,7 @@ class JobRunner:
         """The rows that have no line yet; all others are only counted."""
         num_rows = self.progress.rows_taken = 0
         for row in self.source.rows():
+            self.signals.check()
             num_rows = self.progress.rows_read = row.index + 1 - self.source.first
             if row.index not in self.output.finished:
                 self.progress.rows_taken += 1
@@ -172,6 +174,7 @@ class JobRunner:
         self.output.write(index, record, columns)
         self.progress.written(is_error=record["error"] is not None)
         self.check_errors()
+        self.signals.check()
 
 
 def portions(items: Iterator[_Item], rows: int) -> Iterator[list[_Item]]:
@@ -226,10 +229,15 @@ def _sort_key(task: Task) -> _Key:
     if task.kind == "embed":
         return "embed", "", _NO_IDS
     if task.is_chat:
-        return "chat", "\0".join(str(message["content"]) for message in task.prompt), _NO_IDS
+        return "chat", "\0".join(_text(message["content"]) for message in task.prompt), _NO_IDS
     if isinstance(task.prompt, str):
         return "text", task.prompt, _NO_IDS
     return "ids", "", task.prompt
+
+
+def _text(content: str | list[dict[str, str]] | None) -> str:
+    """The text of a message's content, which may have parts."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
 
 
 def _is_shared(one: _Key, other: _Key) -> bool:
@@ -249,7 +257,7 @@ def _work(task: Task) -> Work:
     """What a task asks for."""
     parts = task.prompt if task.kind == "embed" else [task.prompt]
     if task.is_chat:
-        parts = [str(message["content"]) for message in task.prompt]
+        parts = [_text(message["content"]) for message in task.prompt]
     limit = 0 if task.kind == "embed" else task.params.max_tokens
     size = 0.0
     for part in parts:
@@ -272,5 +280,5 @@ def _size(task: Task) -> int:
     """The bytes of a task in memory: its row's, or its prompt's, if they are more."""
     parts = task.prompt if task.kind == "embed" else [task.prompt]
     if task.is_chat:
-        parts = [message["content"] for message in task.prompt]
+        parts = [_text(message["content"]) for message in task.prompt]
     return max(task.num_bytes, sum(map(getsizeof, parts)))

@@ -29,6 +29,7 @@ _TOO_DEEP = f"more than {MAX_NESTING} lists and objects within each other"
 _LONG_ROW = f"more than {MAX_ROW_BYTES // 2**20} MiB of lines within a quote"
 QUOTINGS = ("none", "minimal")
 TABLES = {"csv": ",", "tsv": "\t"}  # formats with quoting, and their delimiters
+DELIMITERS = (";", "\t", "|", ",")  # of tables that people have
 Values: TypeAlias = "dict[str, Any]"
 # A row of a table: the number of its first line, the number of its lines, and its fields.
 _TableRow: TypeAlias = "tuple[int, int, list[str] | ValueError]"
@@ -198,6 +199,8 @@ class CSVSource(Source):
         csv.field_size_limit(MAX_ROW_BYTES)
         with open_rows(self.path) as file:
             _, _, first = next(self._table_rows(file), (1, 1, []))
+        if delimiter is None and (isinstance(first, ValueError) or len(first) == 1):
+            self._refuse_another_delimiter()
         if isinstance(first, ValueError):
             raise JobRefusedError(f"{path}: the row of column names: {first}")
         self.columns = unique_names(first, path)
@@ -211,6 +214,20 @@ class CSVSource(Source):
                 self.position = file.tell()
                 values = self._values(fields, self.columns)
                 yield SourceRow(index, f"{self.name}: line {line}", values, num_lines)
+
+    def _refuse_another_delimiter(self) -> None:
+        """JobRefusedError if the row of column names, which is one column, is several with another one."""
+        own = self.delimiter
+        for self.delimiter in DELIMITERS:
+            with open_rows(self.path) as file:
+                _, _, names = next(self._table_rows(file), (1, 1, []))
+            if self.delimiter != own and isinstance(names, list) and len(names) > 1:
+                raise JobRefusedError(
+                    f"{self.path}: the row of column names is one column with {own!r} between columns, and "
+                    f"{len(names)} with {self.delimiter!r}: {', '.join(map(repr, names[:8]))}. Pass "
+                    f"--delimiter {self.delimiter!r}, or --delimiter {own!r} if it is one column"
+                )
+        self.delimiter = own
 
     def _tsv_quoting(self) -> str:
         """Quotes are text, unless a field on one of the lines begins and ends with a quote, and has doubled

@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl
+from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl, wide
 from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
 
 _BLOCK = 1024  # columns of a program, measured on an H200 (docs/log/2026-11-22-techniques.md)
@@ -27,8 +27,7 @@ def gated(
     ALPHA: tl.constexpr = _ALPHA,
     LIMIT: tl.constexpr = _LIMIT,
 ) -> tl.tensor:
-    """act(gate) * up of float32 values. KIND: of _KINDS. Both steps are rounded to `dtype`, but the clamped
-    SwiGLU only once."""
+    """act(gate) * up of float32 values, rounded once to `dtype`. KIND: of _KINDS."""
     if KIND == 1:  # 1 + tanh(x) is 2 / (1 + exp(-2 x))
         cubic = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         active = gate / (1.0 + tl.exp(-2.0 * cubic))
@@ -40,8 +39,6 @@ def gated(
         active = gate / (1.0 + tl.exp(-ALPHA * gate))
     else:
         active = gate / (1.0 + tl.exp(-gate))
-    if KIND != 3:
-        active = active.to(dtype).to(tl.float32)
     return (active * up).to(dtype)
 
 
@@ -119,10 +116,10 @@ def silu_and_mul_fp8_reference(x: torch.Tensor, group: int | None = None) -> Fp8
 
 
 def silu_and_mul_triton(x: torch.Tensor, kind: str = "") -> torch.Tensor:
-    """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]; silu is rounded to x's dtype first.
+    """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N], rounded once to x's dtype.
 
     kind: "tanh" or "erf" computes GELU instead, with this function; "clamped" the SwiGLU of gpt-oss,
-    gate * sigmoid(1.702 gate) * (up + 1) with gate at most 7 and up from -7 to 7, rounded once.
+    gate * sigmoid(1.702 gate) * (up + 1) with gate at most 7 and up from -7 to 7.
     """
     rows, n = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
@@ -137,14 +134,14 @@ def silu_and_mul_triton(x: torch.Tensor, kind: str = "") -> torch.Tensor:
 
 
 def silu_and_mul_reference(x: torch.Tensor, kind: str = "") -> torch.Tensor:
-    """`silu_and_mul` in plain torch."""
-    gate, up = x.chunk(2, dim=-1)
+    """`silu_and_mul` in plain torch; float64 stays float64."""
+    gate, up = wide(x).chunk(2, dim=-1)
     if kind == "clamped":
-        gate, up = gate.float().clamp(max=_LIMIT), up.float().clamp(-_LIMIT, _LIMIT)
+        gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
         return (gate * torch.sigmoid(_ALPHA * gate) * (up + 1.0)).to(x.dtype)
     if kind:
-        return F.gelu(gate, approximate="tanh" if kind == "tanh" else "none") * up
-    return F.silu(gate) * up
+        return (F.gelu(gate, approximate="tanh" if kind == "tanh" else "none") * up).to(x.dtype)
+    return (F.silu(gate) * up).to(x.dtype)
 
 
 silu_and_mul = by_device(silu_and_mul_triton, silu_and_mul_reference, "activation.silu_and_mul")

@@ -67,6 +67,11 @@ def row_warps(padded: int) -> int:
     return max(1, min(16, padded // 512))
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in float32; float64 stays what it is."""
+    return x.float() if x.itemsize < 4 else x
+
+
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether an operation on `tensor` runs as a Triton kernel, launched on the current CUDA device."""
     return HAS_TRITON and tensor.is_cuda

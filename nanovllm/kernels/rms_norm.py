@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, row_warps, tl
+from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, row_warps, tl, wide
 from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
 
 
@@ -13,10 +13,10 @@ from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, s
 def normalised(
     x: tl.tensor, weight: tl.tensor, eps: tl.tensor, N: tl.constexpr, dtype: tl.constexpr
 ) -> tl.tensor:
-    """A row x [padded N] float32, 0 past N, divided by its root mean square, times weight. Both steps are
-    rounded to `dtype`."""
+    """A row x [padded N] float32, 0 past N, divided by its root mean square, times weight [padded N] float32,
+    rounded once to `dtype`."""
     variance = tl.sum(x * x, axis=0) / N
-    return ((x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32) * weight).to(dtype)
+    return (x * tl.rsqrt(variance + eps) * weight).to(dtype)
 
 
 @jit("num_rows")
@@ -117,18 +117,17 @@ def add_rms_norm_fp8_triton(
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension.
 
-    x: [..., N] with a contiguous last dimension, N up to 16,384. weight: [N], any float dtype. Statistics are
-    in float32; the normalised value is rounded to x's dtype before the weight is applied, as transformers'
-    LlamaRMSNorm does.
+    x: [..., N] with a contiguous last dimension, N up to 16,384. weight: [N], any float dtype. All is in
+    float32, and the result is rounded once to x's dtype. transformers rounds before the weight too in some
+    families, such as Llama, and in others, such as OLMo 2 and Gemma, does not.
     """
     return add_rms_norm_triton(x.reshape(-1, x.shape[-1]), None, weight, eps)[0].view(x.shape)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm` in plain torch."""
-    if x.dtype == torch.float32:  # no rounding between the two steps, so they may be one
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return (F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight).to(x.dtype)
+    """`rms_norm` in plain torch; float64 stays float64."""
+    x_wide = wide(x)
+    return F.rms_norm(x_wide, x.shape[-1:], weight.to(x_wide.dtype), eps).to(x.dtype)
 
 
 def add_rms_norm_reference(

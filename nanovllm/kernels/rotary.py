@@ -18,6 +18,7 @@ from nanovllm.kernels.compat import (
     next_power_of_2,
     pdl_options,
     tl,
+    wide,
 )
 from nanovllm.kernels.paged import FP8, KVCache
 from nanovllm.kernels.rms_norm import rms_norm_reference
@@ -47,12 +48,6 @@ class Rotation(NamedTuple):
         """The arguments of the kernel that are not those of whole heads in halves."""
         options: dict[str, int | bool] = {"ROTARY": self.rotary} if self.rotary else {}
         return options | ({"INTERLEAVED": True} if self.interleaved else {})
-
-
-@jit()
-def _round(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """`x` rounded to `dtype`, as float32."""
-    return x.to(dtype).to(tl.float32)
 
 
 @jit()
@@ -87,14 +82,15 @@ def _load_pairs(ptr: tl.tensor, pair: tl.tuple, mask: tl.tensor) -> tuple[tl.ten
 def _rotated(
     halves: tl.tuple, weight: tl.tuple, angle: tl.tuple, eps: tl.tensor, dtype: tl.constexpr, N: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Normalise and rotate the two halves of some heads [n, dims]. The angle is (cosine, sine)."""
+    """Normalise and rotate the two halves of some heads [n, dims] float32; round once. The angle is (cosine,
+    sine)."""
     first, second = halves
     cos, sin = angle
-    if weight is not None:  # rounded after each of the two factors, like the RMSNorm kernel
+    if weight is not None:
         variance = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / N
         scale = tl.rsqrt(variance + eps)[:, None]
-        first = _round(_round(first * scale, dtype) * weight[0], dtype)
-        second = _round(_round(second * scale, dtype) * weight[1], dtype)
+        first = first * scale * weight[0]
+        second = second * scale * weight[1]
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
@@ -272,13 +268,19 @@ def qk_norm_rope_store_triton(
     return q_out
 
 
-def _rotate_reference(x: torch.Tensor, cos_sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def _rotate_reference(
+    x: torch.Tensor, weight: torch.Tensor | None, cos_sin: torch.Tensor, rotation: Rotation
+) -> torch.Tensor:
+    """x [T, heads, head_dim], normalised if there is a weight, and rotated; rounded once."""
+    whole = wide(x)
+    if weight is not None:
+        whole = rms_norm_reference(whole, weight, rotation.eps)
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     if not rotation.options():
-        first, second = x.float().chunk(2, dim=-1)
+        first, second = whole.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     order = _order(x.shape[-1], rotation.rotary or x.shape[-1], rotation.interleaved)
-    first, second = x[..., order].float().chunk(2, dim=-1)
+    first, second = whole[..., order].chunk(2, dim=-1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     out[..., order] = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     return out
@@ -301,9 +303,8 @@ def quantise_reference(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def q_norm_rope_reference(q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """The queries that `qk_norm_rope_store` returns, in plain torch, where no keys and values are new."""
-    positions, cos_sin, q_weight, _, eps = rotation[:5]
-    q = q if q_weight is None else rms_norm_reference(q, q_weight, eps)
-    return _rotate_reference(q, cos_sin.index_select(0, positions), rotation)
+    angles = rotation.cos_sin.index_select(0, rotation.positions)
+    return _rotate_reference(q, rotation.q_weight, angles, rotation)
 
 
 def qk_norm_rope_store_reference(
@@ -315,11 +316,9 @@ def qk_norm_rope_store_reference(
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """`qk_norm_rope_store` in plain torch."""
-    positions, cos_sin, q_weight, k_weight, eps = rotation[:5]
-    q = q if q_weight is None else rms_norm_reference(q, q_weight, eps)
-    k = k if k_weight is None else rms_norm_reference(k, k_weight, eps)
-    angles = cos_sin.index_select(0, positions)
-    q, k = _rotate_reference(q, angles, rotation), _rotate_reference(k, angles, rotation)
+    angles = rotation.cos_sin.index_select(0, rotation.positions)
+    q = _rotate_reference(q, rotation.q_weight, angles, rotation)
+    k = _rotate_reference(k, rotation.k_weight, angles, rotation)
     if not v.sum().isfinite():
         nothing = v * 0  # NaN where v is not finite
         k, v = k + nothing.sum(dim=2, keepdim=True), v.masked_fill(nothing != 0, 0)

@@ -32,4 +32,4 @@ class HeadsNorm(WeightLayer):
         wide = flat.float()
         squares = self.tp.all_reduce(wide.square().sum(1, keepdim=True) / self._copies)
         scaled = wide * (squares / self._size + self.eps).rsqrt()
-        return (scaled.to(x.dtype) * self.weight).view(x.shape)
+        return (scaled * self.weight).to(x.dtype).view(x.shape)

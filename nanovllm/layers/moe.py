@@ -171,5 +171,6 @@ class MoE(nn.Module):
             self.record[: len(rows)] = routing.chosen().ids
         if self.spec.shared_width is not None:
             product: Product = self.shared_expert(x, step)
-            term = term + self.shared_expert_gate(rows).sigmoid() * product.tensor()
+            share = self.shared_expert_gate(rows).sigmoid()
+            term = torch.addcmul(term, share, product.tensor())  # the sum is rounded once
         return term

@@ -7,6 +7,7 @@ here. Only regular files count, also through links, as in a hub cache. Knows no 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,6 +23,9 @@ from nanovllm.quantization.base import WeightSource
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
+MODULES_FILE = "modules.json"  # of sentence-transformers, with the folders of modules
+_EMBEDDING_FILES = (MODULES_FILE, "*sentence_*.json", "*_*/config.json")
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _TOKENIZER_FILES = (  # patterns; transformers reads these
@@ -29,7 +33,19 @@ _TOKENIZER_FILES = (  # patterns; transformers reads these
     *("chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
     *("vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
 )
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "tekken.json")  # large, and read by their own parsers
+_SMALL_FILES = (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    MODELOPT_FILE,
+    _INDEX_FILE,
+    *_TOKENIZER_FILES,
+    *_EMBEDDING_FILES,
+)
+_TEKKEN = "tekken.json"
+_OTHER_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
+_VOCABULARIES = ("tokenizer.json", "vocab.json", _TEKKEN)  # large, and read by their own parsers
+# What transformers 5 writes for a number that JSON does not have, as {"__float__": "Infinity"}.
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 MAX_JSON_BYTES = 2**25
 MAX_VOCABULARY_BYTES = 2**28
 MAX_DEPTH = 64  # of objects and lists within each other
@@ -55,8 +71,12 @@ class Checkpoint:
     Opens no file before it is asked. Every method may raise ModelLoadError that names the file.
     """
 
+    absent: frozenset[str] = frozenset()  # tensors that an index lists and no file has, once opened
+
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    states_ends = True  # whether its files list all tokens that end an answer
 
     @classmethod
     def reads(cls, path: Path) -> bool:
@@ -72,15 +92,29 @@ class Checkpoint:
                 f"{self.path} has no {CONFIG_FILE}, as a model folder in Hugging Face format has"
                 f"{_unread(self.path)}"
             )
-        return read_json(self.path / CONFIG_FILE)
+        content: dict[str, Any] = _with_floats(read_json(self.path / CONFIG_FILE))
+        return content
 
     def generation(self) -> dict[str, Any]:
         """The content of generation_config.json; empty if there is none."""
         file = self.path / GENERATION_FILE
+        content: dict[str, Any] = _with_floats(read_json(file)) if file.is_file() else {}
+        return content
+
+    def modelopt(self) -> dict[str, Any]:
+        """The content of the file in which ModelOpt says how it has quantised; empty if there is none."""
+        file = self.path / MODELOPT_FILE
         return read_json(file) if file.is_file() else {}
 
     def tokenizer(self, read: Callable[[Path], T]) -> T:
         """Check the tokenizer's files, and return what `read` makes of a folder with them."""
+        if (self.path / _TEKKEN).is_file() and not _regular_files(self.path, _OTHER_VOCABULARIES):
+            raise ModelLoadError(
+                f"{self.path} has a tokenizer in {_TEKKEN} alone, the format of mistral-common, which is not "
+                "read; put the tokenizer.json and tokenizer_config.json of the model in transformers' format "
+                "there, pass a folder that has them as tokenizer, or pass skip_tokenizer_init=True and token "
+                "ids as prompts"
+            )
         for path in _regular_files(self.path, _TOKENIZER_FILES):
             if path.name in _VOCABULARIES:
                 _check_size(path, MAX_VOCABULARY_BYTES)
@@ -103,7 +137,7 @@ class Checkpoint:
         files = _weight_files(self.path)
         if not files:
             raise ModelLoadError(f"{self.path} holds no *.safetensors weights{_unread(self.path)}")
-        for file_name, indexed in files.items():
+        for file_name in files:
             path = self.path / file_name
             try:
                 opened = stack.enter_context(safe_open(path, framework="pt"))
@@ -114,21 +148,18 @@ class Checkpoint:
                 raise ModelLoadError(
                     f"{path} cannot be read, is it complete? {type(error).__name__}: {shortened(error)}"
                 ) from error
-            absent = sorted(indexed - slices.keys())
-            if absent:
-                raise ModelLoadError(
-                    f"{path} lacks tensors that {_INDEX_FILE} lists for it: {listing(absent)}"
-                )
             twice = sorted(slices.keys() & owners.keys())
             if twice:
                 raise ModelLoadError(f"{path} has tensors that {owners[twice[0]]} has too: {listing(twice)}")
             owners.update(dict.fromkeys(slices, file_name))
             tensors.update(slices)
+        listed = {name for names in files.values() for name in names}
+        self.absent = frozenset(listed - tensors.keys())
         return tensors
 
     def files(self) -> tuple[list[Path], list[Path]]:
         """The small files and the weight files that loading reads."""
-        small = _regular_files(self.path, (CONFIG_FILE, GENERATION_FILE, _INDEX_FILE, *_TOKENIZER_FILES))
+        small = _regular_files(self.path, _SMALL_FILES)
         return small, [self.path / name for name in _weight_files(self.path)]
 
     def fingerprint(self) -> str:
@@ -221,6 +252,21 @@ def read_json(path: Path, unique_keys: bool = False) -> dict[str, Any]:
 
     unique_keys: refuse an object that has a key twice. Raises ModelLoadError that names the file.
     """
+    content = _json(path, unique_keys)
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The same for a JSON array."""
+    content = _json(path)
+    if not isinstance(content, list):
+        raise ModelLoadError(f"{path} must hold a JSON array, not {type(content).__name__}")
+    return content
+
+
+def _json(path: Path, unique_keys: bool = False) -> Any:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -236,8 +282,6 @@ def read_json(path: Path, unique_keys: bool = False) -> dict[str, Any]:
         raise ModelLoadError(f"{path} is nested more than {MAX_DEPTH} deep") from None
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON: {shortened(error)}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, not {type(content).__name__}")
     level: list[Any] = [content]
     for _ in range(MAX_DEPTH):
         children = (child for each in level for child in (each.values() if isinstance(each, dict) else each))
@@ -245,6 +289,17 @@ def read_json(path: Path, unique_keys: bool = False) -> dict[str, Any]:
     if level:
         raise ModelLoadError(f"{path} is nested more than {MAX_DEPTH} deep")
     return content
+
+
+def _with_floats(value: Any) -> Any:
+    """A value of JSON with the numbers that _FLOATS names."""
+    if isinstance(value, list):
+        return [_with_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and isinstance(name := value["__float__"], str) and name in _FLOATS:
+        return _FLOATS[name]
+    return {key: _with_floats(each) for key, each in value.items()}
 
 
 def check_no_pointer(path: Path, start: bytes) -> None:

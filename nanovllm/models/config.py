@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from nanovllm.attention.base import AttentionSpec
@@ -26,6 +27,8 @@ from nanovllm.models.hf_config import (
     rope_config,
     window_length,
 )
+from nanovllm.models.spellings import NAMES, Ropes, one_form
+from nanovllm.quantization.names import FileNames
 from nanovllm.quantization.registry import quant_config
 from nanovllm.quantization.unquantized import QuantConfig
 
@@ -39,7 +42,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
         ((None,), "attention_chunk_size attention_multiplier clip_qkv dim_model_base query_pre_attn_scalar"),
         ((None,), "scale_depth"),
         ((None, 0), "attn_logit_softcapping final_logit_softcapping no_rope_layer_interval"),
-        ((None, 0), "num_experts num_local_experts n_routed_experts"),
+        ((None, 0), "num_experts n_routed_experts"),
         ((None, 1), "embedding_multiplier logit_scale logits_scaling residual_multiplier scale_emb"),
         ((None, False), "alibi attn_temperature_tuning qk_layernorm use_bidirectional_attention"),
         ((None, False), "use_parallel_residual use_qk_norm"),  # Qwen3 has its own q/k norms, always
@@ -86,6 +89,7 @@ class ModelConfig:
     layer_inputs: Callable[..., Any] | None = None  # (config, build) -> what makes an input of each layer
     moe: MoESpec | None = None  # of a mixture of experts
     max_model_len: int | None = None  # maximum tokens of a sequence in the engine; None: without an engine
+    has_head: bool = True  # whether the files have what makes logits of hidden states
 
     def __post_init__(self) -> None:
         if self.moe is not None and 2 * self.moe.largest * self.hidden_size > _MAX_ELEMENTS:
@@ -116,6 +120,18 @@ class ModelConfig:
         """The same for sequences of at most `length` tokens: a window that is no shorter does nothing."""
         specs = (replace(x, window=None) if (x.window or 0) >= length else x for x in self.attention)
         return replace(self, attention=tuple(specs))
+
+    def rotated_up_to(self, length: int) -> ModelConfig:
+        """The same with the ropes of sequences of at most `length` tokens. An engine takes the length that
+        its user or the model states, so that no memory setting changes what is computed."""
+        specs = (replace(x, rope=None if x.rope is None else x.rope.up_to(length)) for x in self.attention)
+        return replace(self, attention=tuple(specs))
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the embedding is the LM head too. It takes its place where there is none, so that a step is
+        the same; the engine refuses requests that would read the logits."""
+        return self.tie_word_embeddings or not self.has_head
 
     @property
     def num_heads(self) -> int:
@@ -200,8 +216,8 @@ class ModelConfig:
 class ModelFamily:
     """The properties of one family of decoders. A bias may be the name of its key in config.json.
 
-    A subclass may override `read`, for example to give each layer its own `AttentionSpec`, and
-    `text_config`, where config.json holds the decoder's keys.
+    A subclass may override `read`, for example to give each layer its own `AttentionSpec`, `text_config`,
+    where config.json holds the decoder's keys, and `own_names`, what it calls them.
     """
 
     defaults: Mapping[str, Any]  # transformers' defaults for keys that config.json leaves out
@@ -210,7 +226,7 @@ class ModelFamily:
     mlp_bias: bool | str = False
     qk_norm: Literal["head", "all"] | None = None
     kinds: Callable[[HFConfig], Sequence[str]] = lambda hf: (FULL,)  # of the first layers; others repeat them
-    local_rope: bool = False  # sliding layers have their own rope: unscaled, of theta rope_local_base_freq
+    ropes: Ropes = "one"  # whether layers with a window have another rope
     rotary_share: float | None = None  # of a head's elements, unless config.json says it; None: always 1
     interleaved: bool = False  # rope rotates neighbouring elements of a head
     layer: Callable[..., Any] | None = None  # see `ModelConfig`; ranks import it by its name
@@ -222,14 +238,15 @@ class ModelFamily:
         raw: Mapping[str, Any],
         generation: Mapping[str, Any] | None = None,
         quantization: str | None = None,
+        overrides: Mapping[str, Any] = MappingProxyType({}),
     ) -> ModelConfig:
         """Read the dicts of config.json and, if there is one, generation_config.json; quantization: as in
-        `Config`.
+        `Config`; overrides: its `hf_overrides`.
 
         Raises ValueError for anything malformed or not supported.
         """
-        raw = self.text_config(raw)
-        hf = HFConfig(raw, self.defaults)
+        raw = one_form(self.text_config(raw), self.text_config(overrides), self.defaults, self.ropes)
+        hf = HFConfig(self.own_names(raw), self.defaults)
         quant = quant_config(hf.get("quantization_config"), quantization)
         _refuse_unsupported(hf, self.reads)
         stop = eos_token_ids(hf, generation or {})
@@ -240,34 +257,28 @@ class ModelFamily:
                 f"whose checkpoints hold several projections as one ({', '.join(config.packed)}); use its "
                 "FP8, bfloat16 or float16 checkpoint"
             )
+        last = "down_proj" if config.moe is None else config.moe.projections[-1]
+        names = FileNames.of_model(config.packed, config.prefixes, last)
         return replace(
             config,
             architecture=architecture,
             eos_token_ids=stop,
             layer=config.layer or self.layer,
-            quant=quant,
+            quant=quant.in_files(names),
         )
 
     def text_config(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of config.json that describes the decoder."""
         return raw
 
+    def own_names(self, raw: dict[str, Any]) -> Mapping[str, Any]:
+        """config.json, as `one_form` gives it, with the names that `read` knows."""
+        return raw
+
     def rope(self, hf: HFConfig, kind: str) -> RopeConfig:
         """The rotary embedding of layers of this kind."""
-        positions = hf.integer("max_position_embeddings")
-        own = self.local_rope and kind == SLIDING
-        theta = hf.get("rope_theta", 10000.0)
-        theta = hf.get("rope_local_base_freq", theta) if own else theta
-        params = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-        if isinstance(params, dict) and any(isinstance(value, dict) for value in params.values()):
-            if not self.local_rope:
-                raise ValueError(
-                    f"config.json: one set of rope parameters for all layers is supported, not {params!r}"
-                )
-            params = params.get(kind) or {}
-        elif own:
-            params = {}
-        return rope_config(hf, params, theta, positions, self.rotary_share, self.interleaved)
+        params, positions = hf.raw["rope_parameters"][kind], hf.integer("max_position_embeddings")
+        return rope_config(params, positions, self.rotary_share, self.interleaved)
 
     def read(self, hf: HFConfig) -> ModelConfig:
         """Read config.json. ValueError for what is malformed or not supported."""
@@ -317,8 +328,9 @@ class ModelFamily:
 def _refuse_unsupported(hf: HFConfig, known: tuple[str, ...]) -> None:
     for key, neutral in NEUTRAL.items():
         if key not in known and not any(hf.get(key) == value for value in neutral):
+            others = "".join(f" (or {name})" for name in NAMES.get(key, ()) if name != key)
             raise ValueError(
-                f"config.json: {key} {hf.get(key)!r} is not supported; supported: "
+                f"config.json: {key}{others} {hf.get(key)!r} is not supported; supported: "
                 f"{', '.join(map(repr, neutral))}, which change nothing"
             )
     kinds = hf.get("layer_types", [])

@@ -190,7 +190,7 @@ class DecoderModel(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        tp, tied, layer = build.tp, config.tie_word_embeddings, config.layer or DecoderLayer
+        tp, tied, layer = build.tp, config.ties_head, config.layer or DecoderLayer
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, tied)
         self.layers = nn.ModuleList(layer(config, index, build) for index in range(config.num_layers))
         self.norm = layer_norm(config, tp)
@@ -209,7 +209,7 @@ class DecoderForCausalLM(nn.Module):
         self.config = config
         rope = cache(partial(RotaryEmbedding, max_model_len + 1))
         self.model = DecoderModel(config, Build(tp, backend, rope))
-        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        tied_to = self.model.embed_tokens if config.ties_head else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
 

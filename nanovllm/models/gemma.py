@@ -50,8 +50,7 @@ class GemmaFamily(ModelFamily):
         return own | {key: value for key, value in text.items() if value is not None or key not in own}
 
     def read(self, hf: HFConfig) -> ModelConfig:
-        raw = {**hf.raw, "hidden_act": hf.get("hidden_activation") or hf.get("hidden_act")}
-        config = super().read(hf := HFConfig(raw, hf.defaults))
+        config = super().read(hf)
         scale = number(hf, "query_pre_attn_scalar", 256) ** -0.5
         softcap, logit_softcap = (
             number(hf, key) if hf.get(key) else None
@@ -114,7 +113,7 @@ GEMMA3 = GemmaFamily(
     o_bias="attention_bias",
     qk_norm="head",
     kinds=lambda hf: layer_kinds(hf, lambda layer: (layer + 1) % hf.integer("sliding_window_pattern") != 0),
-    local_rope=True,
+    ropes="local",
     layer=GemmaLayer,
     reads=_READS,
 )

@@ -181,12 +181,9 @@ class Gemma4Family(ModelFamily):
     text_config = GemmaFamily.text_config  # type: ignore[assignment]
 
     def rope(self, hf: HFConfig, kind: str) -> RopeConfig:
-        every = hf.get("rope_parameters") or {}
-        params = every.get(kind) if isinstance(every, dict) else every
-        if not isinstance(params, dict):
-            raise ValueError(f"config.json: rope_parameters must have an object for {kind!r}, not {params!r}")
-        share = 1.0 if params.get("rope_type") == "proportional" else None
-        return rope_config(hf, params, 10000.0, hf.integer("max_position_embeddings"), share, False)
+        params, positions = hf.raw["rope_parameters"][kind], hf.integer("max_position_embeddings")
+        share = 1.0 if params["rope_type"] == "proportional" else None
+        return rope_config(params, positions, share, False)
 
     def read(self, hf: HFConfig) -> ModelConfig:
         if hf.boolean("enable_moe_block"):
@@ -198,8 +195,7 @@ class Gemma4Family(ModelFamily):
                 f"config.json: use_bidirectional_attention {hf.get('use_bidirectional_attention')!r} is not "
                 "supported; supported: 'vision', which changes nothing for texts, and null"
             )
-        raw = {**hf.raw, "hidden_act": hf.get("hidden_activation") or hf.get("hidden_act")}
-        config = super().read(hf := HFConfig(raw, hf.defaults))
+        config = super().read(hf)
         specs = _with_sources(hf, _specs(hf, config))
         key, vocab_size = "hidden_size_per_layer_input", hf.integer("vocab_size_per_layer_input")
         size = hf.integer(key) if hf.get(key) else 0
@@ -311,6 +307,7 @@ GEMMA4 = Gemma4Family(
         "num_key_value_heads": 4,
         "head_dim": 256,
         "global_head_dim": 512,
+        "num_global_key_value_heads": None,
         "hidden_activation": Activation.GELU_TANH.value,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
@@ -328,5 +325,6 @@ GEMMA4 = Gemma4Family(
     o_bias="attention_bias",
     qk_norm="head",
     kinds=_kinds,
+    ropes="each",
     reads=("final_logit_softcapping", "use_bidirectional_attention", "num_experts"),
 )

@@ -21,7 +21,8 @@ import xxhash
 
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.checkpoint import Checkpoint, T, listing
-from nanovllm.models.gguf_file import GGUFFile, GGUFTensor
+from nanovllm.models.gguf_ends import ends
+from nanovllm.models.gguf_file import GGUFFile, GGUFTensor, all_tensors
 from nanovllm.models.gguf_tokenizer import write_tokenizer
 from nanovllm.quantization.base import WeightSource
 
@@ -61,7 +62,6 @@ _FLOATS = ("F32", "F16", "BF16")
 _TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _ROPE_FACTORS = "rope_freqs.weight"
-_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Settings that the families do not have, each with the values that turn them off.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (0, 1)),
@@ -80,6 +80,8 @@ _SAMPLING = {
 class GGUFCheckpoint(Checkpoint):
     """A .gguf file, one of the parts of a model that is split, or a folder with the files of one model."""
 
+    states_ends = False
+
     @classmethod
     def reads(cls, path: Path) -> bool:
         if path.is_file():
@@ -91,8 +93,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def generation(self) -> dict[str, Any]:
         file = self._files[0]
-        ids = [file.scalar(f"tokenizer.ggml.{key}", int) for key in _EOS_KEYS]
-        found: dict[str, Any] = {"eos_token_id": sorted({each for each in ids if each is not None})}
+        found: dict[str, Any] = {"eos_token_id": ends(file)}
         for key, name in _SAMPLING.items():
             if (value := file.metadata.get(f"general.sampling.{key}")) is not None:
                 found[name] = _shortest(value)
@@ -113,12 +114,11 @@ class GGUFCheckpoint(Checkpoint):
     def tensors(self) -> Iterator[Mapping[str, WeightSource]]:
         config = _Config(self._files)
         found: dict[str, WeightSource] = {}
-        for file in self._files:
-            for stored, tensor in file.tensors.items():
-                for name, each in _renamed(stored, tensor, config).items():
-                    if name in found:
-                        raise file.problem(f"tensor {stored!r} is a second {name}")
-                    found[name] = each
+        for stored, tensor in config.tensors.items():
+            for name, each in _renamed(stored, tensor, config).items():
+                if name in found:
+                    raise config.file.problem(f"tensor {stored!r} is a second {name}")
+                found[name] = each
         yield found
 
     def files(self) -> tuple[list[Path], list[Path]]:
@@ -211,7 +211,7 @@ class _Config:
 
     def __init__(self, files: list[GGUFFile]) -> None:
         self.file = files[0]
-        self.tensors = {name: each for file in files for name, each in file.tensors.items()}
+        self.tensors = all_tensors(files)
         self._keys = self.file.metadata
         self._architecture = self.file.scalar("general.architecture", str)
         if self._architecture not in _ARCHITECTURES:
@@ -244,7 +244,6 @@ class _Config:
                 raise self._refuse(key, value)
         embedding, heads = self.tensors.get("token_embd.weight"), self._same("attention.head_count")
         vocab_size = self._get("vocab_size") if embedding is None else embedding.shape[0]
-        ids = {f"{key}_token_id": self._keys.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos")}
         config = {
             "architectures": [self._family()],
             "vocab_size": vocab_size,
@@ -263,7 +262,8 @@ class _Config:
             "mlp_bias": "blk.0.ffn_down.bias" in self.tensors,
             "hidden_act": "silu",
             "torch_dtype": self._dtype(),
-            **ids,
+            "bos_token_id": self._keys.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": ends(self.file) or None,
         }
         return config | self._window() | self._experts() | self._quantization()
 
@@ -279,7 +279,8 @@ class _Config:
             layer, last, _ = match.groups()
             known = _NAMES if layer is None else _LAYER_NAMES
             name = f"{block}.experts.{_EXPERTS[last]}" if last in _EXPERTS else known.get(last, last)
-            types[name if layer is None else f"model.layers.{int(layer)}.{name}"] = tensor.stored_as
+            stored_as = tensor.stored_as if tensor.factor is None else f"{tensor.stored_as} with a scale"
+            types[name if layer is None else f"model.layers.{int(layer)}.{name}"] = stored_as
         return {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
 
     def _get(self, key: str) -> Any:

@@ -11,7 +11,8 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,11 +23,18 @@ import torch
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.checkpoint import T, check_no_pointer, shortened
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-# Where a block has its scales, and perhaps minimums, in float16; other types have none.
-_SCALES = {"Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q6_K": (208,)} | dict.fromkeys(
-    ("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)
-)
+# The types of tensors, each with the places in a block of its scale, and perhaps its minimum, in float16.
+# Others have none there, or, as IQ1_M, a scale whose bits are spread.
+_SCALES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("F32", "F16", "BF16"), ()),
+    **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)},
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S"), (0,)),
+    **{"IQ1_M": (), "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (), "NVFP4": ()},
+}
+TYPES = tuple(_SCALES)
+_FLOATS = ("F32", "F16", "BF16")
 _NOT_FINITE = 0x7C  # the exponent of float16 values that are infinite or NaN, in their second byte
 _VERSIONS = (2, 3)
 _SCALARS = {  # the types of metadata, as NumPy and struct name them
@@ -54,6 +62,18 @@ def gguf_package() -> ModuleType:
     return gguf
 
 
+@cache
+def _dequantises(stored_as: str) -> bool:
+    """Whether the installed package reads a type of TYPES; older ones know fewer."""
+    gguf = gguf_package()
+    try:
+        kind = gguf.GGMLQuantizationType[stored_as]
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except (KeyError, NotImplementedError):
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class _Strings:
     """A list of strings in a file, which is decoded when it is needed."""
@@ -70,24 +90,19 @@ class _Strings:
             at += 8 + size
 
 
+@dataclass(frozen=True, eq=False)
 class GGUFTensor:
     """A tensor in a file, a `WeightSource`. Indexing with slices dequantises only what is asked for.
 
-    stored_as: one of TYPES. raw [rows, bytes]: the bytes of each row; of one row if the tensor has one
-    dimension. Reading raises ModelLoadError for scales of blocks that are infinite or NaN.
+    Reading raises ModelLoadError for scales of blocks that are infinite or NaN.
     """
 
-    def __init__(
-        self,
-        stored_as: str,
-        shape: tuple[int, ...],
-        raw: np.ndarray,
-        order: np.ndarray | None = None,
-        where: str = "",
-    ) -> None:
-        """order: the stored place of each row; None: as they are stored. where: the file and the name, for
-        errors."""
-        self.stored_as, self.shape, self.raw, self._order, self.where = stored_as, shape, raw, order, where
+    stored_as: str  # one of TYPES
+    shape: tuple[int, ...]
+    raw: np.ndarray  # [rows, bytes]: the bytes of each row; of one row if the tensor has one dimension
+    order: np.ndarray | None = None  # the stored place of each row; None: as they are stored
+    where: str = ""  # the file and the name, for errors
+    factor: torch.Tensor | None = None  # of all values, [] float32, or of each matrix, [matrices, 1, 1]
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -100,10 +115,10 @@ class GGUFTensor:
         first, *rest = index if isinstance(index, tuple) else (index,)
         if len(self.shape) == 1:
             values = self._dequantised(self.raw)[0]
-            return (values if self._order is None else values[self._order])[first]
+            return (values if self.order is None else values[self.order])[first]
         if len(self.shape) > 2:
-            return self._dequantised(self.raw).view(self.shape)[index]
-        rows = self.raw[first] if self._order is None else self.raw[self._order[first]]
+            return self._dequantised(self.raw)[index]
+        rows = self.raw[first] if self.order is None else self.raw[self.order[first]]
         if not rest:
             return self._dequantised(rows)
         block, size = self._block()
@@ -115,7 +130,7 @@ class GGUFTensor:
     def blocks(self, rows: slice, columns: slice) -> torch.Tensor:
         """The stored blocks [rows, blocks, bytes] of a matrix, uint8; `columns` are whole blocks."""
         block, size = self._block()
-        own = self.raw[rows] if self._order is None else self.raw[self._order[rows]]
+        own = self.raw[rows] if self.order is None else self.raw[self.order[rows]]
         part = own[:, columns.start // block * size : columns.stop // block * size]
         found = part.reshape(len(part), -1, size).copy()
         self._check_scales(found)
@@ -123,17 +138,32 @@ class GGUFTensor:
 
     def ordered(self, order: np.ndarray) -> GGUFTensor:
         """The same tensor with its rows in another order."""
-        return GGUFTensor(self.stored_as, self.shape, self.raw, order, self.where)
+        return replace(self, order=order)
 
     def reshaped(self, shape: tuple[int, ...]) -> GGUFTensor:
         """The same values in another shape; the last dimension stays."""
-        return GGUFTensor(self.stored_as, shape, self.raw, where=self.where)
+        return replace(self, shape=shape)
+
+    def scaled(self, scale: GGUFTensor) -> GGUFTensor:
+        """The same tensor times a number, or times one for each matrix."""
+        factor = scale[:]
+        matrices = self.shape[0] if len(self.shape) > 2 else 1
+        if len(scale.shape) > 1 or len(factor) not in (1, matrices) or not factor.isfinite().all():
+            raise ModelLoadError(
+                f"{scale.where} must be one finite number, or one for each of {matrices} matrices; it has "
+                f"the shape {scale.shape} and the values {factor[:8].tolist()}"
+            )
+        return replace(self, factor=factor[0] if len(factor) == 1 else factor.view(-1, 1, 1))
 
     def parts(self) -> list[GGUFTensor]:
         """The matrices of a tensor with three dimensions."""
         count, rows, _ = self.shape
         split = self.raw.reshape(count, rows, -1)
-        return [GGUFTensor(self.stored_as, self.shape[1:], each, where=self.where) for each in split]
+        factors = [None] * count if self.factor is None else self.factor.flatten().expand(count)
+        return [
+            replace(self, shape=self.shape[1:], raw=each, factor=factor)
+            for each, factor in zip(split, factors, strict=True)
+        ]
 
     def _block(self) -> tuple[int, int]:
         """Elements and bytes of a block."""
@@ -143,16 +173,20 @@ class GGUFTensor:
 
     def _check_scales(self, rows: np.ndarray) -> None:
         """ModelLoadError if blocks of contiguous rows have scales that are not finite."""
-        for place in _SCALES.get(self.stored_as, ()):
+        for place in _SCALES[self.stored_as]:
             exponents = rows.reshape(-1)[place + 1 :: self._block()[1]] & _NOT_FINITE
             if exponents.size and exponents.max() == _NOT_FINITE:
-                raise ModelLoadError(
-                    f"{self.where} has blocks whose scale is infinite or NaN; the file is damaged, or was "
-                    "made from a model with such values"
-                )
+                raise self._damaged()
+
+    def _damaged(self) -> ModelLoadError:
+        return ModelLoadError(
+            f"{self.where} has blocks whose scale is infinite or NaN; the file is damaged, or was made from "
+            "a model with such values"
+        )
 
     def _dequantised(self, rows: np.ndarray) -> torch.Tensor:
-        """rows [n, bytes] -> [n, elements] float32."""
+        """rows [n, bytes] -> [n, elements] float32; [matrices, n / matrices, elements] with three
+        dimensions."""
         gguf = gguf_package()
         kind = gguf.GGMLQuantizationType[self.stored_as]
         block, size = self._block()
@@ -163,11 +197,16 @@ class GGUFTensor:
             some = np.ascontiguousarray(rows[start : start + step])
             self._check_scales(some)
             with np.errstate(all="ignore"):  # of floats that are not finite
-                out[start : start + step] = gguf.quants.dequantize(some, kind)
+                part = out[start : start + step] = gguf.quants.dequantize(some, kind)
+            if self.stored_as not in _FLOATS and not _SCALES[self.stored_as] and not np.isfinite(part).all():
+                raise self._damaged()
 
         with ThreadPoolExecutor(min(_MAX_THREADS, torch.get_num_threads())) as pool:
             list(pool.map(convert, range(0, len(out), step)))
-        return torch.from_numpy(out)
+        found = torch.from_numpy(out)
+        if len(self.shape) > 2:
+            found = found.view(self.shape)
+        return found if self.factor is None else found * self.factor
 
 
 class GGUFFile:
@@ -308,10 +347,11 @@ class GGUFFile:
         shape = self._take(f"<{num_dims}Q")[::-1]
         number, offset = self._take("<IQ")
         stored_as = self._kinds.get(number, f"number {number}")
-        if stored_as not in TYPES:
+        if stored_as not in TYPES or not _dequantises(stored_as):
             raise self.problem(
                 f"tensor {name!r} is stored as {stored_as}, which is not supported; supported: "
-                f"{', '.join(TYPES)}. Use a file with these types, such as a Q4_K_M or a Q8_0"
+                f"{', '.join(filter(_dequantises, TYPES))}. Use a file with these types, such as a Q4_K_M or "
+                "a Q8_0; a newer gguf package may know more (`pip install -U gguf`)"
             )
         return name, shape, stored_as, offset
 
@@ -329,3 +369,24 @@ class GGUFFile:
         raw = np.frombuffer(self._data, np.uint8, rows * width * size, at)
         where = f"{self.path}: tensor {shortened(repr(name))}"
         return GGUFTensor(stored_as, shape, raw.reshape(rows, width * size), where=where)
+
+
+def all_tensors(files: list[GGUFFile]) -> dict[str, GGUFTensor]:
+    """The tensors of all files by their names. ModelLoadError for a name that two files have.
+
+    A weight is multiplied by the tensor `.scale` that some have, mostly those in NVFP4. `.input_scale` is for
+    products in 4 bits, and left out.
+    """
+    found: dict[str, GGUFTensor] = {}
+    for file in files:
+        for name, tensor in file.tensors.items():
+            if name in found:
+                raise file.problem(f"tensor {name!r} is in another file too")
+            found[name] = tensor
+    for name in [name for name in found if name.endswith(".weight")]:
+        base = name.removesuffix("weight")
+        if scale := found.pop(f"{base}scale", None):
+            found[name] = found[name].scaled(scale)
+        if found[name].stored_as == "NVFP4":
+            found.pop(f"{base}input_scale", None)
+    return found

@@ -12,20 +12,30 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.bpe import (
+    CONTROL,
+    NORMAL,
+    QWEN2,
+    REST,
+    UNKNOWN,
+    USER_DEFINED,
+    WORDS,
+    added_token,
+    bpe_model,
+    sentencepiece_steps,
+    special_around,
+    split_steps,
+)
 from nanovllm.errors import ModelLoadError
+from nanovllm.models.gguf_ends import TURN_ENDS
 from nanovllm.models.gguf_file import GGUFFile
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
-_SPACE = "\u2581"
 _MAX_TOKENS = 2**21
 _MAX_TEMPLATES = 32
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
+_LLAMA3 = rf"{WORDS}|\p{{N}}{{1,3}}|{REST}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -37,7 +47,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "mpt", "olmo"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
     "tekken": (_TEKKEN,),
 }
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")  # need no merges
@@ -92,14 +102,12 @@ def _content(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
     if len(vocab) < len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocab[token] != index)
         raise file.problem(f"tokenizer.ggml.tokens has {twice!r} twice")
-    types = _column(file, "token_type", len(tokens), _NORMAL).tolist()
+    types = _column(file, "token_type", len(tokens), NORMAL).tolist()
+    types = [CONTROL if token in TURN_ENDS else kind for token, kind in zip(tokens, types, strict=True)]
     added = [
-        {
-            **{"id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False},
-            **{"normalized": False, "special": kind_of != _USER_DEFINED},
-        }
+        added_token(index, token, special=kind_of != USER_DEFINED)
         for index, (token, kind_of) in enumerate(zip(tokens, types, strict=True))
-        if kind_of in (_CONTROL, _USER_DEFINED, _UNKNOWN) and token
+        if kind_of in (CONTROL, USER_DEFINED, UNKNOWN) and token
     ]
     make = _byte_level if kind == "gpt2" else _sentencepiece
     return {
@@ -120,16 +128,12 @@ def _byte_level(file: GGUFFile, tokens: list[str], vocab: dict[str, int], types:
     for pair in merges:
         if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys():
             raise file.problem(f"tokenizer.ggml.merges has {' '.join(pair)!r}, which is no pair of tokens")
-    steps = [
-        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
-        for each in _SPLITS[pre]
-    ]
-    letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    splits = split_steps(*_SPLITS[pre])
     return {
         "normalizer": {"type": "NFC"} if pre in _COMPOSES else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, letters]},
-        "decoder": letters,
-        "model": _bpe(vocab, merges, ignore_merges=pre in _WHOLE_WORDS),
+        "pre_tokenizer": splits,
+        "decoder": splits["pretokenizers"][-1],
+        "model": bpe_model(vocab, merges, ignore_merges=pre in _WHOLE_WORDS),
     }
 
 
@@ -138,67 +142,18 @@ def _sentencepiece(
 ) -> dict[str, Any]:
     scores = _column(file, "scores", len(tokens), 0.0).tolist()
     prefix = file.scalar("tokenizer.ggml.add_space_prefix", bool, True)
-    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    merges: list[tuple[float, int, int, str, str]] = []
-    for token, score, kind in zip(tokens, scores, types, strict=True):
-        if kind == _NORMAL:
-            for at in range(1, min(len(token), 256)):
-                left, right = token[:at], token[at:]
-                if left in vocab and right in vocab:
-                    merges.append((-score, vocab[left], vocab[right], left, right))
-    merges.sort()  # the best score first, as SentencePiece merges
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
-    after: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    pairs = [[left, right] for *_, left, right in merges]
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": [*before, spaces]},
-        "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": [*after, *strip]},
-        "model": _bpe(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True),
-    }
-
-
-def _bpe(vocab: dict[str, int], merges: list[list[str]], **changes: Any) -> dict[str, Any]:
-    model: dict[str, Any] = {
-        **{"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None},
-        **{"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False},
-        **{"vocab": vocab, "merges": merges},
-    }
-    return model | changes
+    return sentencepiece_steps(tokens, types, scores, prefix)
 
 
 def _post_processor(file: GGUFFile, tokens: list[str], kind: str) -> dict[str, Any] | None:
     """Adds the tokens at the begin and the end of a text that the file asks for."""
     by_default = {"bos": kind == "llama" or _pre(file) in _STARTS_WITH_BOS, "eos": False}
-    special: dict[str, Any] = {}
+    special: dict[str, tuple[str, int]] = {}
     for name, default in by_default.items():
         number = _id(file, name, len(tokens))
         if file.scalar(f"tokenizer.ggml.add_{name}_token", bool, default) and number is not None:
-            special[name] = {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]}
-    if not special:
-        return None
-
-    def template(*texts: str) -> list[dict[str, Any]]:
-        parts: list[dict[str, Any]] = []
-        for type_id, text in enumerate(texts):
-            around = {
-                name: [{"SpecialToken": {"id": each["id"], "type_id": type_id}}]
-                for name, each in special.items()
-            }
-            own = {"Sequence": {"id": text, "type_id": type_id}}
-            parts += [*around.get("bos", []), own, *around.get("eos", [])]
-        return parts
-
-    return {
-        **{"type": "TemplateProcessing", "single": template("A"), "pair": template("A", "B")},
-        "special_tokens": {each["id"]: each for each in special.values()},
-    }
+            special[name] = tokens[number], number
+    return special_around(special)
 
 
 def _chat_template(file: GGUFFile) -> str | list[dict[str, str]] | None:

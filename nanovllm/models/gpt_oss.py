@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from nanovllm.kernels.activation import Activation
 from nanovllm.layers.moe import MoESpec
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.hf_config import HFConfig, layer_kinds
-from nanovllm.models.qwen3_moe import MoEFamily, num_experts
+from nanovllm.models.qwen3_moe import MoEFamily
 from nanovllm.quantization.base import WeightSource
 from nanovllm.quantization.mxfp4 import Mxfp4Config
 from nanovllm.quantization.unquantized import QuantConfig
@@ -95,7 +96,7 @@ class GptOssSpec(MoESpec):
 class _GptOss(MoEFamily):
     def read_moe(self, hf: HFConfig) -> MoESpec:
         return GptOssSpec(
-            num_experts=num_experts(hf),
+            num_experts=hf.integer("num_experts"),
             top_k=hf.integer("num_experts_per_tok"),
             width=hf.integer("intermediate_size"),
             activation=Activation.CLAMPED,
@@ -110,11 +111,12 @@ class _GptOss(MoEFamily):
                     f"config.json: {key} {stated!r} is not supported; supported: {supported!r}, as in gpt-oss"
                 )
         config = super().read(hf)
-        stated = hf.get("dtype") or hf.get("torch_dtype")
         return replace(
             config,
             attention=tuple(replace(spec, sinks=True) for spec in config.attention),
-            dtype=config.dtype if stated else "bfloat16",  # of the original checkpoints, which do not say it
+            dtype=config.dtype
+            if hf.get("dtype")
+            else "bfloat16",  # of the original checkpoints, which do not say it
         )
 
     def model_config(
@@ -123,10 +125,11 @@ class _GptOss(MoEFamily):
         raw: Mapping[str, Any],
         generation: Mapping[str, Any] | None = None,
         quantization: str | None = None,
+        overrides: Mapping[str, Any] = MappingProxyType({}),
     ) -> ModelConfig:
-        config = super().model_config(architecture, raw, generation, quantization)
+        config = super().model_config(architecture, raw, generation, quantization, overrides)
         if type(config.quant) not in (QuantConfig, Mxfp4Config):
-            method = quantization or raw["quantization_config"]["quant_method"]
+            method = quantization or {**raw, **overrides}["quantization_config"]["quant_method"]
             raise ValueError(
                 f"quantization {method!r} is not supported in {architecture}, whose experts have biases and "
                 "a SwiGLU of their own; use its MXFP4, bfloat16 or float16 checkpoint, without quantization"

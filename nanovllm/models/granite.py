@@ -66,7 +66,7 @@ class GraniteHybridLayer(nn.Module):
 class GraniteHybridFamily(GraniteFamily):
     """The names of kinds of layers and of sizes, and rope only if the config asks for it."""
 
-    def text_config(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    def own_names(self, raw: dict[str, Any]) -> Mapping[str, Any]:
         kinds = raw.get("layer_types")
         if not isinstance(kinds, list):
             raise ValueError("config.json: layer_types must be a list: without it all layers are Mamba's")

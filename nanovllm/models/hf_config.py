@@ -121,21 +121,17 @@ def dual_chunk(hf: HFConfig) -> int | None:
 
 
 def rope_config(
-    hf: HFConfig, params: Any, theta: float, positions: int, share: float | None, interleaved: bool
+    params: Mapping[str, Any], positions: int, share: float | None, interleaved: bool
 ) -> RopeConfig:
-    if not isinstance(params, dict):
-        raise ValueError(f"config.json: rope parameters must be an object, not {params!r}")
-    params = dict(params)
-    if hf.get("original_max_position_embeddings") is not None:
-        params["original_max_position_embeddings"] = hf.get("original_max_position_embeddings")
-    stated = params.get("partial_rotary_factor", hf.get("partial_rotary_factor", share))
-    stated = 1.0 if stated is None else stated
+    """params: of one kind of layer, as `one_form` gives them. positions: `max_position_embeddings`. share: of
+    a head's elements, unless `params` say it; None: only 1 is supported."""
+    stated = params.get("partial_rotary_factor", 1.0 if share is None else share)
     if isinstance(stated, bool) or not isinstance(stated, (int, float)) or not 0 < stated <= 1:
         raise ValueError(f"config.json: partial_rotary_factor must be above 0, at most 1, not {stated!r}")
     if share is None and stated != 1.0:
         raise ValueError(f"config.json: partial_rotary_factor {stated} is not supported; supported: 1.0")
     try:
-        rope = RopeConfig.from_dict(params, theta, positions)
+        rope = RopeConfig.from_dict(params, 10000.0, positions)
     except ValueError as error:
         raise ValueError(f"config.json: {error}") from None
     return replace(rope, rotary_share=float(stated), interleaved=interleaved)
@@ -149,7 +145,7 @@ def fraction(hf: HFConfig, key: str) -> float:
 
 
 def dtype(hf: HFConfig) -> str:
-    name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    name = str(hf.get("dtype") or "float32").removeprefix("torch.")
     if name not in _SUPPORTED_DTYPES:
         raise ValueError(
             f"config.json: dtype {name!r} is not supported; supported: {', '.join(_SUPPORTED_DTYPES)}"

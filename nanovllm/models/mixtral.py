@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from nanovllm.layers.moe import MoESpec
 from nanovllm.models.hf_config import FULL, SLIDING, HFConfig
 from nanovllm.models.mistral import MISTRAL
-from nanovllm.models.qwen3_moe import MoEFamily, num_experts
+from nanovllm.models.qwen3_moe import MoEFamily
 
 
 @dataclass(frozen=True)
 class _Mixtral(MoEFamily):
     def read_moe(self, hf: HFConfig) -> MoESpec:
         return MoESpec(
-            num_experts=num_experts(hf),
+            num_experts=hf.integer("num_experts"),
             top_k=hf.integer("num_experts_per_tok"),
             width=hf.integer("intermediate_size"),
             block="block_sparse_moe",

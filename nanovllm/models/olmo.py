@@ -54,6 +54,6 @@ OLMO3 = ModelFamily(
     o_bias="attention_bias",
     qk_norm="all",
     kinds=lambda hf: layer_kinds(hf, lambda layer: (layer + 1) % 4 != 0),
-    local_rope=True,
+    ropes="unscaled",
     layer=NormedAfterLayer,
 )

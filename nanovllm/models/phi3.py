@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from nanovllm.attention.rotary import RopeConfig
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.hf_config import FULL, SLIDING, HFConfig, window_length
 
@@ -11,13 +12,14 @@ from nanovllm.models.hf_config import FULL, SLIDING, HFConfig, window_length
 class Phi3Family(ModelFamily):
     """Rope types by their older names, and what the packed tensors hold."""
 
+    def rope(self, hf: HFConfig, kind: str) -> RopeConfig:
+        sets = hf.raw["rope_parameters"]
+        if sets[kind]["rope_type"] in ("su", "yarn"):
+            sets = {**sets, kind: sets[kind] | {"rope_type": "longrope"}}
+        return super().rope(HFConfig({**hf.raw, "rope_parameters": sets}, hf.defaults), kind)
+
     def read(self, hf: HFConfig) -> ModelConfig:
-        raw = dict(hf.raw)
-        for key in ("rope_scaling", "rope_parameters"):
-            stated = raw.get(key)
-            if isinstance(stated, dict) and stated.get("rope_type", stated.get("type")) in ("su", "yarn"):
-                raw[key] = {**stated, "rope_type": "longrope"}
-        config = super().read(HFConfig(raw, hf.defaults))
+        config = super().read(hf)
         spec, size = config.spec(0), config.intermediate_size
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         packed = {

@@ -17,6 +17,7 @@ QWEN_DEFAULTS = {
     "hidden_act": "silu",
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
+    "max_window_layers": 28,
 }
 
 

@@ -51,7 +51,7 @@ class MoEFamily(ModelFamily):
     """A family of mixtures of experts with Qwen's keys of config.json."""
 
     layer: Callable[..., Any] | None = MoELayer
-    reads: tuple[str, ...] = ("num_experts", "num_local_experts")
+    reads: tuple[str, ...] = ("num_experts",)
 
     def read(self, hf: HFConfig) -> ModelConfig:
         return replace(super().read(hf), moe=self.read_moe(hf))
@@ -63,7 +63,7 @@ class MoEFamily(ModelFamily):
             raise ValueError(f"config.json: mlp_only_layers must be a list of layers, not {dense!r}")
         shared = hf.get("shared_expert_intermediate_size")
         return MoESpec(
-            num_experts=num_experts(hf),
+            num_experts=hf.integer("num_experts"),
             top_k=hf.integer("num_experts_per_tok"),
             width=hf.integer("moe_intermediate_size"),
             normalised=hf.boolean("norm_topk_prob"),
@@ -71,11 +71,6 @@ class MoEFamily(ModelFamily):
             step=hf.integer("decoder_sparse_step", 1),
             dense=frozenset(dense),
         )
-
-
-def num_experts(hf: HFConfig) -> int:
-    """Under the name of either version of transformers; `num_experts` in a family's defaults."""
-    return hf.integer("num_local_experts" if hf.raw.get("num_local_experts") else "num_experts")
 
 
 QWEN3_MOE = MoEFamily(

@@ -7,12 +7,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.models.checkpoint import CONFIG_FILE, Checkpoint, shortened
+from nanovllm.models.checkpoint import CONFIG_FILE, MODELOPT_FILE, MODULES_FILE, Checkpoint, shortened
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.ernie import ERNIE
 from nanovllm.models.exaone4 import EXAONE4
@@ -32,6 +33,7 @@ from nanovllm.models.qwen2_moe import QWEN2_MOE
 from nanovllm.models.qwen3 import QWEN3
 from nanovllm.models.qwen3_moe import QWEN3_MOE
 from nanovllm.models.smollm3 import SMOLLM3
+from nanovllm.quantization.registry import supported_quantizations
 
 _FAMILIES: dict[str, ModelFamily] = {
     "Qwen3ForCausalLM": QWEN3,
@@ -76,11 +78,19 @@ def supported_architectures() -> list[str]:
     return sorted(_FAMILIES)
 
 
+def with_head(architecture: str) -> str:
+    """The name of the language model whose decoder `architecture` is, such as Qwen3ForCausalLM of Qwen3Model;
+    `architecture` itself if it is no decoder of a family."""
+    whole = f"{architecture.removesuffix('Model').removesuffix('Text')}ForCausalLM"
+    return whole if architecture.endswith("Model") and whole in _FAMILIES else architecture
+
+
 def get_family(architecture: str, raw: Mapping[str, Any] | None = None) -> ModelFamily:
     """Return the family of `architecture`; ValueError with the supported names if there is none.
 
     raw: the content of config.json, for the error.
     """
+    architecture = with_head(architecture)
     if architecture not in _FAMILIES:
         raise ValueError(
             f"architecture {architecture!r} is not supported{_kind(architecture, raw or {})}; "
@@ -140,15 +150,19 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
     patterns = [*_TOKENIZER_PATTERNS, *(["*.safetensors"] if kind == "model" else [])]
     import huggingface_hub  # here, because most models are folders and this takes half a second
 
+    download = partial(
+        huggingface_hub.snapshot_download,
+        *(str(name),),
+        revision=hub.revision,
+        cache_dir=hub.download_dir,
+        token=hub.token,
+    )
     try:
-        found = huggingface_hub.snapshot_download(
-            str(name),
-            revision=hub.revision,
-            cache_dir=hub.download_dir,
-            token=hub.token,
-            allow_patterns=[*patterns, *(["*.py"] if hub.code else [])],
-            ignore_patterns=_HUB_IGNORED,
+        found = download(
+            allow_patterns=[*patterns, *(["*.py"] if hub.code else [])], ignore_patterns=_HUB_IGNORED
         )
+        if kind == "model" and (Path(found) / MODULES_FILE).is_file():  # its folders hold settings
+            found = download(allow_patterns=["*_*/config.json"], ignore_patterns=["*/*/*"])
     except Exception as error:  # errors of the hub client, its HTTP library or the system
         fix = "" if "/" in str(name) else "; a hub id mostly has an organisation, such as Qwen/Qwen3-0.6B"
         raise ModelLoadError(
@@ -180,10 +194,10 @@ def load_model_config(
     the model is not supported.
     """
     checkpoint = open_checkpoint(folder := Path(folder))
-    raw = checkpoint.config() | dict(overrides or {})
+    raw, overrides = checkpoint.config(), dict(overrides or {})
     if generation is None:
         generation = checkpoint.generation()
-    architectures = raw.get("architectures")
+    architectures = overrides.get("architectures", raw.get("architectures"))
     if not isinstance(architectures, list) or [*map(type, architectures)] != [str]:
         raise ValueError(
             f"{folder / CONFIG_FILE}: architectures must name one model, not {shortened(architectures)}; "
@@ -191,7 +205,27 @@ def load_model_config(
         )
     try:
         family = get_family(architectures[0], raw)
-        return family.model_config(architectures[0], raw, generation, quantization)
+        config = family.model_config(architectures[0], raw, generation, quantization, overrides)
+        stated = {**raw, **overrides}
+        if not any("quantization_config" in each for each in (stated, stated.get("text_config") or {})):
+            has_cache = _only_cache(checkpoint.modelopt())
+            config = replace(config, quant=config.quant.in_files(cache_scales=has_cache))
     except ValueError as error:
-        changed = f" (with hf_overrides={dict(overrides)!r})" if overrides else ""
+        changed = f" (with hf_overrides={overrides!r})" if overrides else ""
         raise ValueError(f"{folder}: {shortened(error)}{changed}") from None
+    is_whole = architectures[0] == with_head(architectures[0])
+    return replace(config, has_head=is_whole or config.tie_word_embeddings)
+
+
+def _only_cache(modelopt: Mapping[str, Any]) -> bool:
+    """Whether the KV cache is all that a file of ModelOpt quantises. ValueError if weights are quantised."""
+    stated = modelopt.get("quantization")
+    stated = stated if isinstance(stated, dict) else {}
+    if modelopt and (algorithm := stated.get("quant_algo", "unknown")) is not None:
+        raise ValueError(
+            f"{MODELOPT_FILE}: the weights are quantised by ModelOpt (quant_algo "
+            f"{shortened(repr(algorithm))}), which is not supported; supported: "
+            f"{supported_quantizations()} in config.json's "
+            "quantization_config. Use such a checkpoint, or the model's bfloat16 or float16 checkpoint"
+        )
+    return bool(stated.get("kv_cache_quant_algo"))

@@ -42,6 +42,7 @@ SMOLLM3 = SmolLM3Family(
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "rope_theta": 2000000.0,
+        "no_rope_layers": None,
         "no_rope_layer_interval": 4,
         "sliding_window": None,
         "tie_word_embeddings": True,

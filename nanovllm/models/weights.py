@@ -6,6 +6,7 @@ its own slices.
 
 from __future__ import annotations
 
+import logging
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,16 +21,21 @@ import torch
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ModelLoadError
+from nanovllm.kernels.fp8 import GROUP
 from nanovllm.layers.weights import allocate, finish_loading, weight_slots
 from nanovllm.models.checkpoint import CONFIG_FILE, listing, rows_of
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import open_checkpoint
 from nanovllm.quantization.base import WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.names import BARE
 
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_ROTARY = ".rotary_emb.inv_freq"  # in old checkpoints; computed from the config
+_IN_DECODER = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")  # files of a bare decoder begin names so
+# In old checkpoints; computed from the config.
+_ROTARY = re.compile(r"\.rotary_emb(_local)?\.(original_)?(inv_freq|cos_cached|sin_cached)$")
+logger = logging.getLogger("nanovllm")
 
 
 class WeightChecker:
@@ -37,6 +43,7 @@ class WeightChecker:
 
     def __init__(self, model: DecoderForCausalLM) -> None:
         self._shards = {name: shard for name, (_, shard) in weight_slots(model).items()}
+        self._modules = {name.rpartition(".")[0] for name in self._shards}
         self._tied = model.config.tie_word_embeddings
         self._config = model.config
 
@@ -47,7 +54,7 @@ class WeightChecker:
         problems = {
             "missing": [name for name in self._shards if name not in tensors],
             "unexpected": [
-                name for name in tensors if not name.endswith(_ROTARY) and self._shard(name) is None
+                f"{name}{self._why(name)}" for name, each in tensors.items() if self._unexpected(name, each)
             ],
             "wrong shape": [
                 f"{name} is {is_}" for name, shard, tensor in both if (is_ := shard.wrong_shape(tensor))
@@ -71,10 +78,10 @@ class WeightChecker:
         seen: set[str] = set()
         tied: dict[str, list[float]] = {}  # hashes of the LM head and its embedding
         for name, tensor in self._named(tensors):
-            if name.endswith(_ROTARY):
-                continue
             if name in seen:
                 raise ValueError(f"{name} comes twice in one update")
+            if self._shard(name) is None and not self._unexpected(name, tensor):
+                continue
             self._check(name, tensor)
             seen.add(name)
             if self._tied and name in (TIED_HEAD, EMBEDDING):
@@ -100,8 +107,32 @@ class WeightChecker:
         """What a tensor of this name must fit; None if the model has no such tensor."""
         return self._shards.get(EMBEDDING if self._tied and name == TIED_HEAD else name)
 
+    def _unexpected(self, name: str, source: WeightSource) -> bool:
+        """Whether this is a tensor that the model does not have, and that might change its results."""
+        if self.knows(name):
+            return False
+        return not self._is_bias(name) or bool(source[...].count_nonzero())  # NaN counts
+
+    def knows(self, name: str | None) -> bool:
+        """Whether it is the name of a tensor that the model has, or that it leaves out (None)."""
+        return name is None or self._is_unneeded(name) or self._shard(name) is not None
+
+    def _is_unneeded(self, name: str) -> bool:
+        """Whether no value of a tensor of this name changes the model's results."""
+        return _ROTARY.search(f".{name}") is not None or self._config.quant.leaves_out(name)
+
+    def _is_bias(self, name: str) -> bool:
+        """Whether it is that of a module that has none here. Older GPTQ files have such zeros."""
+        module, _, param = name.rpartition(".")
+        return param == "bias" and module in self._modules
+
+    def _why(self, name: str) -> str:
+        return " (a bias that is not zero)" if self._is_bias(name) else ""
+
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         shard = self._shard(name)
+        if shard is None and self._is_bias(name):
+            raise ValueError(f"{name} is a bias that is not zero, and this module has none in {CONFIG_FILE}")
         if shard is None:
             near = get_close_matches(name, self._shards, n=1)
             hint = (
@@ -132,13 +163,19 @@ def unpacked(config: ModelConfig, pairs: Iterable[tuple[str, Any]]) -> Iterator[
         yield from [(name, tensor)] if config.moe is None else config.moe.checkpoint_tensors(name, tensor)
 
 
+def _named(config: ModelConfig, full_name: str) -> str | None:
+    """The model's name of a tensor or a module that packs others; None: the model does not have it."""
+    name: str | None = full_name
+    for prefix, other in config.prefixes.items():
+        if full_name.startswith(prefix):
+            name = None if other is None else other + full_name.removeprefix(prefix)
+            break
+    return f"{BARE}{name}" if name is not None and name.startswith(_IN_DECODER) else name
+
+
 def _unpacked(config: ModelConfig, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     for full_name, tensor in pairs:
-        name: str | None = full_name
-        for prefix, other in config.prefixes.items():
-            if full_name.startswith(prefix):
-                name = None if other is None else other + full_name.removeprefix(prefix)
-                break
+        name = _named(config, full_name)
         if name is None:
             continue
         path, _, param = name.rpartition(".")
@@ -148,13 +185,52 @@ def _unpacked(config: ModelConfig, pairs: Iterable[tuple[str, Any]]) -> Iterator
         if rows is not None and "scale" in param and prod(shape) == 1:  # of the whole packed tensor
             yield from ((f"{parent}.{part}.{param}", tensor) for part in rows)
             continue
-        if rows is None or [*shape, 0][0] != sum(rows.values()):  # of another length: the checker names it
+        total = 0 if rows is None else sum(rows.values())
+        if (
+            rows is not None
+            and "scale" in param
+            and len(shape) > 1
+            and shape[0] == -(-total // GROUP) < total
+        ):
+            if uneven := [part for part, count in rows.items() if count % GROUP]:
+                raise ModelLoadError(
+                    f"{full_name} has scales of blocks of {GROUP} rows, and {', '.join(uneven)}, which "
+                    f"{module} holds, {'has' if len(uneven) == 1 else 'have'} no whole blocks: "
+                    f"{rows}; use a checkpoint with scales of rows or of tensors"
+                )
+            rows, total = {part: count // GROUP for part, count in rows.items()}, shape[0]
+        if rows is None or [*shape, 0][0] != total:  # of another length: the checker names it
             yield name, tensor
             continue
         start = 0
         for part, count in rows.items():
             yield f"{parent}.{part}.{param}", rows_of(tensor, start, count)
             start += count
+
+
+def _by_name(config: ModelConfig, stored: Mapping[str, WeightSource]) -> dict[str, WeightSource]:
+    """The tensors of a checkpoint by the model's names. ModelLoadError if two have one name."""
+    found: dict[str, WeightSource] = {}
+    for stored_name, source in stored.items():
+        for name, tensor in unpacked(config, [(stored_name, source)]):
+            if name in found:
+                raise ModelLoadError(
+                    f"{stored_name} is {name}, of which the files have another tensor; use one"
+                )
+            found[name] = tensor
+    return found
+
+
+def find_head(config: ModelConfig, folder: str | Path) -> ModelConfig:
+    """The config, with `has_head` as the files in `folder` say. Those of a bare decoder, whose names lack
+    "model.", may have no LM head; elsewhere a head that is missing is an error of the files."""
+    if config.tie_word_embeddings:
+        return config
+    with open_checkpoint(folder).tensors() as found:
+        names = {name: _named(config, name) for name in found}
+    has_head = any((name or "").startswith("lm_head.") for name in names.values())
+    is_bare = any(name is not None and name == f"{BARE}{stored}" for stored, name in names.items())
+    return replace(config, has_head=has_head or (config.has_head and not is_bare))
 
 
 def _check_layers(config: ModelConfig, tensors: Mapping[str, WeightSource], folder: Path) -> None:
@@ -174,10 +250,18 @@ def check_weights(config: ModelConfig, folder: str | Path) -> None:
 
     Raises ModelLoadError like `load_weights`, so that a wrong checkpoint is found before a device is used.
     """
-    with open_checkpoint(folder).tensors() as found:
-        tensors = dict(unpacked(config, found.items()))
+    checkpoint = open_checkpoint(folder)
+    with checkpoint.tensors() as found:
+        tensors = _by_name(config, found)
         _check_layers(config, tensors, Path(folder))  # first: the model is as large as the config says
-        WeightChecker(_unallocated(config, TPGroup(), torch.float32)).check(tensors, Path(folder))
+        checker = WeightChecker(_unallocated(config, TPGroup(), torch.float32))
+        checker.check(tensors, Path(folder))
+        absent = sorted(name for name in checkpoint.absent if not checker.knows(_named(config, name)))
+        if absent:
+            logger.warning(
+                "%s: its index lists tensors that no file has, and that %s does not need: %s",
+                *(folder, config.architecture, listing(absent)),
+            )
 
 
 def weight_bytes(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> int:
@@ -212,7 +296,7 @@ def load_weights(
     """
     slots = weight_slots(model)
     with open_checkpoint(folder).tensors() as stored:
-        found = dict(unpacked(model.config, stored.items()))
+        found = _by_name(model.config, stored)
         _check_layers(model.config, found, Path(folder))
         tensors = WeightChecker(model).check(found, Path(folder))
         has_head = model.config.tie_word_embeddings and TIED_HEAD in found

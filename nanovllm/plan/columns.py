@@ -13,6 +13,7 @@ from nanovllm.batch import (
     NO_LOGPROBS,
     PADDING,
     SAMPLING_PARAMETERS,
+    Batch,
     Column,
     Extras,
     FilterColumns,
@@ -20,6 +21,7 @@ from nanovllm.batch import (
     Penalties,
     SamplingColumns,
     ScoredTokens,
+    TokenLogprobs,
     WantedTokens,
 )
 from nanovllm.plan.sequence import Sequence
@@ -164,6 +166,24 @@ def _fitting(column: Column, value: float) -> float:
     """A parameter as its column holds it. Integers below the neutral value are other names of it; those above
     int32 act like its largest."""
     return min(max(value, column.neutral), 2**31 - 1) if column.dtype is np.int32 else value
+
+
+def keep_logprobs(batch: Batch, logprobs: TokenLogprobs, seqs: dict[int, Sequence]) -> None:
+    """Give the sequences, by row, the logprobs of a step's drawn tokens. A sequence keeps no more than it
+    asked for: a step's columns are as wide as its widest row."""
+    asked: dict[tuple[int, bool], list[int]] = {}
+    for row, seq in seqs.items():
+        if batch.draws[row] and (number := seq.params.num_logprobs) is not None:
+            asked.setdefault((num_likeliest(number), bool(seq.params.logprob_token_ids)), []).append(row)
+    ids = batch.extras.asked_ids
+    for (k, by_id), rows in asked.items():
+        if by_id and ids is not None:
+            columns = logprobs.take_asked(np.array(rows), ids, k)
+        else:
+            width = 0 if ids is None else ids.shape[1]
+            columns = logprobs.take(np.array(rows), min(k, logprobs.values.shape[1] - 1 - width))
+        for place, row in enumerate(rows):
+            seqs[row].logprobs.append((columns, place))
 
 
 def num_likeliest(asked: int) -> int:

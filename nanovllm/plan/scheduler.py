@@ -27,7 +27,7 @@ from nanovllm.batch import (
 )
 from nanovllm.config import Config
 from nanovllm.plan.block_manager import BlockManager
-from nanovllm.plan.columns import SamplingTable, num_likeliest, take_prompt_tokens
+from nanovllm.plan.columns import SamplingTable, keep_logprobs, num_likeliest, take_prompt_tokens
 from nanovllm.plan.room import Room
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.plan.token_rules import RuledRow, restrict_all
@@ -53,6 +53,8 @@ class Scheduler:
         self.room = room
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
+        # Those whose last token a launched step draws, by id: they keep their blocks, and no slot.
+        self.ending: dict[int, Sequence] = {}
         self.num_preemptions = 0  # in total
         self.prefilling: Sequence | None = None  # the running sequence whose prompt is partly computed
         self._unfinished: dict[int, Sequence] = {}
@@ -151,22 +153,7 @@ class Scheduler:
         seqs = {row: seq for row, seq in found if seq is not None} if asks else {}
         not_finite: list[Sequence] = []  # their scores or hidden states are not
         if output.logprobs is not None:
-            # A sequence keeps no more than it asked for: a step's columns are as wide as its widest row.
-            asked: dict[tuple[int, bool], list[int]] = {}
-            for row, seq in seqs.items():
-                if batch.draws[row] and (number := seq.params.num_logprobs) is not None:
-                    key = num_likeliest(number), bool(seq.params.logprob_token_ids)
-                    asked.setdefault(key, []).append(row)
-            for (k, by_id), rows in asked.items():
-                ids = batch.extras.asked_ids
-                if by_id and ids is not None:
-                    columns = output.logprobs.take_asked(np.array(rows), ids, k)
-                else:
-                    width = 0 if ids is None else ids.shape[1]
-                    most = output.logprobs.values.shape[1] - 1 - width
-                    columns = output.logprobs.take(np.array(rows), min(k, most))
-                for place, row in enumerate(rows):
-                    seqs[row].logprobs.append((columns, place))
+            keep_logprobs(batch, output.logprobs, seqs)
         if output.scores is not None and batch.extras.scored is not None:
             scored_rows = batch.extras.scored.wanted.rows
             for row in np.unique(scored_rows).tolist():
@@ -246,7 +233,7 @@ class Scheduler:
             end = seq.num_computed_tokens
             token_ids += seq.token_ids[end - query_len : end]
             seq.num_pending_tokens += drawn
-        return self._make_batch(
+        batch = self._make_batch(
             StepKind.PREFILL,
             seqs,
             np.array(token_ids, np.int32),
@@ -255,6 +242,8 @@ class Scheduler:
             np.array(draws, np.int32),
             self.block_manager.take_copies(),
         )
+        self._retire(seqs)
+        return batch
 
     def _admit(self, first: bool) -> Sequence | None:
         """Move the next waiting sequence to the running ones; None if there is none or it must wait.
@@ -292,8 +281,6 @@ class Scheduler:
             seq = self.running[index]
             index += 1
             num_tokens = len(seq.token_ids) + seq.num_pending_tokens
-            if num_tokens >= seq.max_tokens_total:  # complete; only the values of its last tokens are pending
-                continue
             if num_tokens > len(seq.block_table) * block_size and not self._grow(seq):
                 continue
             seq.num_computed_tokens = num_tokens
@@ -305,7 +292,7 @@ class Scheduler:
         size, lens = len(seqs), np.array(context_lens, np.int32)
         # Longest first: a GPU starts attention in row order, so only short rows are left at the end.
         order = np.argsort(-lens, kind="stable")
-        return self._make_batch(
+        batch = self._make_batch(
             StepKind.DECODE,
             [seqs[row] for row in order.tolist()],
             np.full(size, LAST_SAMPLED, np.int32),
@@ -313,6 +300,20 @@ class Scheduler:
             lens[order],
             np.ones(size, np.int32),
         )
+        self._retire(seqs)
+        return batch
+
+    def _retire(self, seqs: list[Sequence]) -> None:
+        """Give the slots of the sequences that the planned step completes to those that follow, so that the
+        next step need not wait until this one is read. Their blocks are freed when it is."""
+        ended = [seq for seq in seqs if seq.num_tokens >= seq.max_tokens_total and seq is not self.prefilling]
+        if not ended:
+            return
+        self.ending |= {seq.seq_id: seq for seq in ended}
+        self.running = [seq for seq in self.running if seq.seq_id not in self.ending]
+        for seq in ended:
+            seq.status = SequenceStatus.ENDING
+            self._free_slot(seq)
 
     def _grow(self, seq: Sequence) -> bool:
         """Give `seq` the block it needs; if none is free, preempt the newest sequences. False if `seq` itself
@@ -333,6 +334,9 @@ class Scheduler:
         """End a sequence, and note the reason in `reasons`."""
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
+        elif seq.status is SequenceStatus.ENDING:
+            del self.ending[seq.seq_id]
+            self.block_manager.free(seq)
         else:
             self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
@@ -345,6 +349,9 @@ class Scheduler:
             self.prefilling = None
         self.running.remove(seq)
         self.block_manager.free(seq)
+        self._free_slot(seq)
+
+    def _free_slot(self, seq: Sequence) -> None:
         self._block_tables[seq.slot] = PADDING
         if self._window_tables is not None:
             self._window_tables[seq.slot] = PADDING

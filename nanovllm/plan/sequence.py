@@ -17,6 +17,7 @@ from nanovllm.sampling_params import SamplingParams
 class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
+    ENDING = auto()  # all its steps are planned
     FINISHED = auto()
 
 
@@ -29,7 +30,7 @@ class Sequence:
     """
 
     seq_id: int
-    token_ids: list[int]  # known tokens; starts as a copy of the prompt
+    token_ids: list[int]  # known tokens; starts as the prompt, and is this sequence's own
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int] = frozenset()
@@ -58,7 +59,6 @@ class Sequence:
     stop_reason: int | None = None
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.prompt_bytes = self.prompt_bytes or _as_bytes(self.token_ids)
 

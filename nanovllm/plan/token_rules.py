@@ -59,7 +59,7 @@ class AllowedTokens:
 
 
 class MinTokens:
-    """Forbids tokens that end the output before it has `min_tokens` tokens."""
+    """Forbids tokens that end texts before the output has `min_tokens` tokens."""
 
     def __init__(self, min_tokens: int, stop_ids: Iterable[int]) -> None:
         self._min_tokens = min_tokens

@@ -25,6 +25,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FILE_DTYPES = {  # the names of safetensors
     **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    "F8_E8M0": torch.float8_e8m0fnu,
     **{"U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
 }
 # What multiplies or looks up a weight. An embedding that is also the LM head is "tied_embedding".
@@ -57,6 +58,11 @@ WeightSource = torch.Tensor | _WeightSlice
 def dtype_of(source: WeightSource) -> torch.dtype | None:
     """The dtype of a tensor or a slice; None if no weight has it."""
     return source.dtype if isinstance(source, torch.Tensor) else _FILE_DTYPES.get(source.get_dtype())
+
+
+def scale_values(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of a file in float32. Bytes are exponents (E8M0): b means 2 ** (b - 127), and 255 is NaN."""
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +118,7 @@ class WeightShard:
         """The first value of a scale that no scale may have, for an error; other tensors may have all."""
         if not self.scale:
             return None
-        values = source[...].float().flatten()
+        values = scale_values(source[...]).flatten()
         wrong = values[~(values.isfinite() & (values > 0))]
         return f"{wrong[0].item()}, which must be finite and above 0" if len(wrong) else None
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nanovllm.kernels.fp8 import GROUP
 from nanovllm.quantization.base import ExpertsMethod, Kind, LinearMethod
 from nanovllm.quantization.fp8 import Fp8Config, check_choices
 from nanovllm.quantization.fp8_loading import Stored
@@ -18,6 +19,7 @@ from nanovllm.quantization.unquantized import QuantConfig
 
 _WHERE = "config.json: quantization_config"
 _CLASSES = {"Linear": ("linear", "lm_head")}  # kinds of weights by the name of their class in torch
+_IN_WEIGHTS = ("weight_input", "weight_output")  # of rotations: stored weights contain them
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,10 @@ class _Group:
     targets: tuple[str, ...]
     quant: QuantConfig
 
-    def has(self, path: str, kind: Kind) -> bool:
+    def has(self, names: tuple[str, ...], kind: Kind) -> bool:
+        """Whether it has a module with these names in files."""
         of_class = any(kind in _CLASSES.get(target, ()) for target in self.targets)
-        return of_class or (kind in _CLASSES["Linear"] and _matches(path, self.targets))
+        return of_class or (kind in _CLASSES["Linear"] and _matches(names, self.targets))
 
 
 @dataclass(frozen=True)
@@ -42,26 +45,29 @@ class CompressedTensorsConfig(QuantConfig):
     @classmethod
     def of(cls, stated: Mapping[str, Any]) -> CompressedTensorsConfig:
         """Read a quantization_config. ValueError for what is malformed or not supported."""
-        for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-            value = stated.get(key)
-            if value and not (isinstance(value, dict) and value.get("format") == "dense"):
-                raise ValueError(f"{_WHERE}: {key} {value!r} is not supported; supported: null")
+        sparsity, cache = stated.get("sparsity_config"), stated.get("kv_cache_scheme")
+        if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
+            raise ValueError(f"{_WHERE}: sparsity_config {sparsity!r} is not supported; supported: null")
+        if not isinstance(cache or {}, dict):
+            raise ValueError(f"{_WHERE}: kv_cache_scheme must be an object, not {cache!r}")
+        _check_rotations(stated.get("transform_config") or {})
         groups = stated.get("config_groups")
         if not isinstance(groups, dict) or not groups:
             raise ValueError(f"{_WHERE}: config_groups must be an object with groups, not {groups!r}")
         found = tuple(_group(each, groups[each], stated.get("format")) for each in groups)
-        return cls(found, _names("ignore", stated.get("ignore") or []))
+        return cls(found, _names("ignore", stated.get("ignore") or []), cache_scales=bool(cache))
 
     def method(self, path: str, kind: Kind) -> LinearMethod:
-        if not _matches(path, self.ignored):
+        names = self.names.of(path)
+        if not _matches(names, self.ignored):
             for group in self.groups:
-                if group.has(path, kind):
+                if group.has(names, kind):
                     return group.quant.method(path, "linear")
         return super().method(path, kind)
 
     def experts(self, path: str) -> ExpertsMethod:
         """The groups and ignored names are those of their modules, of which the first expert's decide."""
-        first = f"{path}.0.down_proj"
+        first = self.names.of_experts(path)
         if not _matches(first, self.ignored):
             for group in self.groups:
                 if group.has(first, "linear"):
@@ -113,20 +119,42 @@ def _names(key: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _matches(path: str, names: tuple[str, ...]) -> bool:
+def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+    """Whether a module with these names in files is one of those that `patterns` name."""
     return any(
-        re.match(name.removeprefix("re:"), path) is not None if name.startswith("re:") else name == path
+        re.match(pattern.removeprefix("re:"), name) is not None if pattern[:3] == "re:" else pattern == name
         for name in names
+        for pattern in patterns
     )
+
+
+def _check_rotations(stated: Any) -> None:
+    """ValueError for a transform_config with rotations that are computed while the model runs."""
+    schemes = stated.get("config_groups") or {} if isinstance(stated, dict) else None
+    if not isinstance(schemes, dict):
+        raise ValueError(f"{_WHERE}: transform_config must be an object with config_groups, not {stated!r}")
+    for name, scheme in schemes.items():
+        applied = scheme.get("apply") if isinstance(scheme, dict) else None
+        for each in applied if isinstance(applied, list) else [applied]:
+            location = each.get("location") if isinstance(each, dict) else each
+            if location not in _IN_WEIGHTS:
+                raise ValueError(
+                    f"{_WHERE}: transform_config: {name} at location {location!r} is computed while the "
+                    "model runs, which is not supported; supported: locations "
+                    f"{' and '.join(map(repr, _IN_WEIGHTS))}, which stored weights contain. Use a checkpoint "
+                    "without it"
+                )
 
 
 def _fp8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> QuantConfig:
-    """W8A8 in FP8: weights with scales of rows or of the whole tensor."""
+    """W8A8 in FP8: weights with scales of rows, of the whole tensor or of blocks."""
     float8 = {"type": ("float",), "num_bits": (8,), "symmetric": (True, None)}
-    strategies = {"channel": Stored.ROWS, "tensor": Stored.TENSOR}
+    strategies = {"channel": Stored.ROWS, "tensor": Stored.TENSOR, "block": Stored.SCALED_BLOCKS}
     check_choices(
         f"{where}: weights", weights, float8 | {"strategy": (*strategies,), "dynamic": (False, None)}
     )
+    if weights["strategy"] == "block":
+        check_choices(f"{where}: weights", weights, {"block_structure": ([GROUP, GROUP],)})
     if inputs:
         check_choices(f"{where}: input_activations", inputs, float8)
     is_static = bool(inputs) and not inputs.get("dynamic")

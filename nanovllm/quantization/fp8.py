@@ -6,7 +6,8 @@ dequantised to the model's dtype as it is loaded. Opens no file and knows no mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +69,7 @@ class Fp8LinearMethod(Fp8Method, LinearMethod):
         target: Fp8Weight | Store
         if self.products and shape[1] % _MULTIPLE == 0 and not splits_blocks(shards, self.stored):
             (n, k), groups = shape, shape[:1]
-            if self.stored is Stored.BLOCKS:
+            if self.stored.in_blocks:
                 groups = -(-n // GROUP) if is_aligned(shards) else n, -(-k // GROUP)
             self.weight = Fp8Weight(
                 *make_weight(layer, ("weight", "weight_scale"), shape, groups, self.device)
@@ -158,7 +159,7 @@ class Fp8Config(QuantConfig):
     """All linear layers but `ignored` are in FP8; the LM head is not."""
 
     stored: Stored = Stored.FLOATS
-    ignored: tuple[str, ...] = ()  # modules, or the last parts of their names
+    ignored: tuple[str, ...] = ()  # as `_covers` reads them
     input_scales: bool = False
     products: bool = False
 
@@ -170,7 +171,7 @@ class Fp8Config(QuantConfig):
             stated,
             {
                 "activation_scheme": ("dynamic", "static", None),
-                "fmt": ("e4m3", None),
+                "fmt": ("e4m3", "float8_e4m3fn", None),
                 "weight_block_size": ([GROUP, GROUP], None),
             },
         )
@@ -179,17 +180,28 @@ class Fp8Config(QuantConfig):
             raise ValueError(
                 f"config.json: quantization_config: modules_to_not_convert must be names, not {names!r}"
             )
+        for name in names:
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise ValueError(
+                    f"config.json: quantization_config: modules_to_not_convert: {name!r} is no regular "
+                    f"expression: {error}"
+                ) from None
         stored = Stored.TENSOR if stated.get("weight_block_size") is None else Stored.BLOCKS
-        return cls(stored, tuple(names), stated.get("activation_scheme") == "static")
+        static = stated.get("activation_scheme") == "static"
+        return cls(stored, tuple(names), static, cache_scales=bool(stated.get("kv_cache_scheme")))
 
     def method(self, path: str, kind: Kind) -> LinearMethod:
-        whole = f".{path}."
-        if kind != "linear" or any(f".{name}." in whole for name in self.ignored):
+        if kind != "linear" or self._ignores(self.names.of(path)):
             return super().method(path, kind)
         return Fp8LinearMethod(self.stored, self.products, self.input_scales)
 
+    def _ignores(self, names: Iterable[str]) -> bool:
+        return any(_covers(name, each) for each in names for name in self.ignored)
+
     def experts(self, path: str) -> ExpertsMethod:
-        if any(f".{name}." in f".{path}." for name in self.ignored):
+        if self._ignores((*self.names.of(path), *self.names.of_experts(path))):
             return super().experts(path)
         return Fp8ExpertsMethod(self.stored, self.products, self.input_scales)
 
@@ -212,6 +224,14 @@ class Fp8Config(QuantConfig):
             "the FP8 weights are dequantised as they are loaded, because this device does not multiply FP8 "
             "values (GPUs from compute capability 8.9 on do, with Triton)"
         )
+
+
+def _covers(pattern: str, name: str) -> bool:
+    """Whether a name of `modules_to_not_convert` is that of a module, of one that holds it, or the last parts
+    of its name; it may be a regular expression for whole parts, from the first on."""
+    if f".{pattern}." in f".{name}.":
+        return True
+    return re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", name) is not None
 
 
 def multiplies_fp8(capability: tuple[int, int]) -> bool:

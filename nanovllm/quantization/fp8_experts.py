@@ -66,7 +66,7 @@ class Fp8ExpertsMethod(Fp8Method, ExpertsMethod):
     ) -> Fp8Experts:
         experts, n, k = shape
         groups: tuple[int, ...] = (experts, n)
-        if self.stored is Stored.BLOCKS:
+        if self.stored.in_blocks:
             groups = experts, -(-n // GROUP) if is_aligned(shards) else n, -(-k // GROUP)
         return Fp8Experts(*make_weight(layer, (name, f"{name}_scale"), shape, groups, self.device))
 

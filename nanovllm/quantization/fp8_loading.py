@@ -14,11 +14,19 @@ from torch import nn
 
 from nanovllm.kernels.fp8 import FP8, FP8_MAX, GROUP
 from nanovllm.kernels.fp8_matmul import Fp8Weight
-from nanovllm.quantization.base import FLOATS, WeightMethod, WeightShard, WeightSource, dtype_of
+from nanovllm.quantization.base import (
+    FLOATS,
+    WeightMethod,
+    WeightShard,
+    WeightSource,
+    dtype_of,
+    scale_values,
+)
 
 Store = Callable[[torch.Tensor, int], object]  # stores rows of a dequantised weight, from this one on
 _CHUNK = 2**24  # elements that are quantised at once
-_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in files
+# In files; the last two are powers of two.
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
 
 
 class Stored(Enum):
@@ -28,11 +36,17 @@ class Stored(Enum):
     ROWS = auto()  # FP8, `weight_scale` [N, 1]
     TENSOR = auto()  # FP8, `weight_scale` [1]
     BLOCKS = auto()  # FP8, `weight_scale_inv` [ceil(N / 128), ceil(K / 128)]: factors, in spite of the name
+    SCALED_BLOCKS = auto()  # the same by the name of ROWS, `weight_scale`
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether a scale is that of a block."""
+        return self in (Stored.BLOCKS, Stored.SCALED_BLOCKS)
 
     @property
     def group(self) -> int | None:
         """Columns that share a scale; None: all."""
-        return GROUP if self is Stored.BLOCKS else None
+        return GROUP if self.in_blocks else None
 
     def scales(self, weight: WeightShard) -> WeightShard:
         """The shard of the scales of a weight's shard. Every rank reads all of them."""
@@ -52,7 +66,7 @@ def quantise_weight(
     """
     n, k = weight.shape
     wide = weight.float()
-    if stored is Stored.BLOCKS:
+    if stored.in_blocks:
         padded = nn.functional.pad(wide, (0, -k % GROUP, 0, -n % GROUP))
         tiles = padded.view(-(-n // GROUP), GROUP, -(-k // GROUP), GROUP)
         scales = _scales(tiles.abs().amax((1, 3))) if scales is None else scales
@@ -107,7 +121,7 @@ class Part:
             self._quantise(source, device)
         elif param != "input_scale":
             self.arrived.add("scales")
-            self._store_scales(source[...].to(device, torch.float32))
+            self._store_scales(scale_values(source[...]).to(device))
 
     def finish(self) -> None:
         """ValueError if codes or their scales are missing; forget what has arrived."""
@@ -128,14 +142,14 @@ class Part:
         given begin at row `first`."""
         if self.stored is Stored.TENSOR:
             return scales.reshape(1, 1).expand(len(rows), 1)
-        if self.stored is not Stored.BLOCKS:
+        if not self.stored.in_blocks:
             return scales.reshape(-1, 1)[rows.start - first : rows.stop - first]
         blocks = torch.arange(rows.start, rows.stop, device=scales.device) // GROUP - first // GROUP
         return scales.reshape(-1, -(-self.shard.shape[1] // GROUP))[blocks]
 
     def _factors(self, scales: torch.Tensor) -> torch.Tensor:
         """`_scales_of_rows` as factors of this rank's columns."""
-        if self.stored is not Stored.BLOCKS:
+        if not self.stored.in_blocks:
             return scales
         return scales[:, torch.arange(self.columns.start, self.columns.stop, device=scales.device) // GROUP]
 
@@ -217,7 +231,7 @@ def is_aligned(shards: Sequence[WeightShard]) -> bool:
 def splits_blocks(shards: Sequence[WeightShard], stored: Stored) -> bool:
     """Whether the columns of some rank begin within a block; the same for all ranks."""
     split = [shard for shard in shards if shard.dim == 1 and shard.length < shard.shape[1]]
-    return stored is Stored.BLOCKS and any(shard.length % GROUP for shard in split)
+    return stored.in_blocks and any(shard.length % GROUP for shard in split)
 
 
 def make_weight(

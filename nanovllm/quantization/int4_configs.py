@@ -27,13 +27,14 @@ class Int4Config(QuantConfig):
 
     format: Int4Format
     skipped: tuple[str, ...] = ()  # regular expressions, found anywhere in a module's name
+    only: tuple[str, ...] | None = None  # ends of the names of all modules in 4 bits; None: all but `skipped`
     head: bool = False  # whether the LM head is a linear layer of these
     packs: bool = True  # whether a device can read 4 bits
 
     def method(self, path: str, kind: Kind) -> LinearMethod:
         mine = kind == "linear" or (kind in ("lm_head", "tied_embedding") and self.head)
         name = "lm_head" if kind == "tied_embedding" else path
-        if not mine or _matches(self.skipped, name):
+        if not mine or self._skips(self.names.of(name), kind):
             return super().method(path, kind)
         if kind == "tied_embedding":
             raise ValueError(
@@ -44,9 +45,17 @@ class Int4Config(QuantConfig):
 
     def experts(self, path: str) -> ExpertsMethod:
         """In 4 bits, unless the first expert's last projection is one of the skipped."""
-        if _matches(self.skipped, f"{path}.0.down_proj"):
+        if self._skips(self.names.of_experts(path)):
             return super().experts(path)
         return Int4ExpertsMethod(self.format, self.packs)
+
+    def _skips(self, names: tuple[str, ...], kind: Kind = "linear") -> bool:
+        """Whether a module with these names in files is not in 4 bits."""
+        if any(re.search(pattern, name) for name in names for pattern in self.skipped):
+            return True
+        if self.only is None or kind != "linear":  # a LM head is in no block
+            return False
+        return not any(f".{name}".endswith(f".{end}") for name in names for end in self.only)
 
     def on(self, capability: tuple[int, int]) -> QuantConfig:
         """The same for devices of this CUDA compute capability, (0, 0) for a CPU, where weights are
@@ -71,13 +80,10 @@ class Int4Config(QuantConfig):
         return f"{self.format.name} weights are dequantised, because this device has no product for 4 bits"
 
 
-def _matches(patterns: tuple[str, ...], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
-
-
 def from_awq(stated: Mapping[str, Any]) -> QuantConfig:
     """quant_method "awq", as AutoAWQ writes it. ValueError for what is not supported."""
-    _one_of(stated, "bits" if stated.get("w_bit") is None else "w_bit", 4)
+    stated = _renamed(stated, {"w_bit": "bits", "q_group_size": "group_size"})
+    _one_of(stated, "bits", 4)
     _one_of(stated, "version", "gemm", default="gemm")
     group = _one_of(stated, "group_size", *_GROUPS, default=128)
     zero_point = _one_of(stated, "zero_point", True, False, default=True)
@@ -95,13 +101,53 @@ def from_gptq(stated: Mapping[str, Any]) -> QuantConfig:
     written = _one_of(stated, key, "gptq", "gptq_v2", default="gptq")
     _one_of(stated, "pack_dtype", "int32", default="int32")
     _one_of(stated, "is_marlin_format", False, default=False)
-    if stated.get("dynamic"):
-        raise ValueError(
-            f"{_KEY}: dynamic {stated['dynamic']!r} gives modules settings of their own, which is not "
-            "supported; supported: the same bits and group_size for all"
-        )
+    skipped = _ROUTERS + _without(stated.get("dynamic") or {})
     head = _one_of(stated, "lm_head", False, True, default=False)
-    return Int4Config(gptq(group, sorts, 2 if written == "gptq_v2" else 1), _ROUTERS, head)
+    return Int4Config(gptq(group, sorts, 2 if written == "gptq_v2" else 1), skipped, _modules(stated), head)
+
+
+def _without(dynamic: Any) -> tuple[str, ...]:
+    """The modules that GPTQModel's `dynamic` leaves as they are: "-:" and a regular expression for the
+    beginning of their names. ValueError for settings of single modules."""
+    patterns = tuple(f"^(?:{key[2:]})" for key in dynamic if str(key).startswith("-:"))
+    if not isinstance(dynamic, dict) or len(patterns) < len(dynamic):
+        raise ValueError(
+            f"{_KEY}: dynamic {dynamic!r} gives modules settings of their own, which is not "
+            "supported; supported: the same bits and group_size for all, and '-:' with modules without them"
+        )
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{_KEY}: dynamic: {pattern!r} is no regular expression: {error}") from None
+    return patterns
+
+
+def _modules(stated: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The modules of a block that GPTQ has quantised, in lists of those that it quantised together; None: all
+    linear layers."""
+    key = "modules_in_block_to_quantize"
+    value = stated.get(key)
+    if value is None:
+        return None
+    rows = (
+        [row if isinstance(row, list) else [row] for row in value] if isinstance(value, list) else [[value]]
+    )
+    names = [name for row in rows for name in row]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"{_KEY}: {key} must be names or lists of names, not {value!r}")
+    return tuple(names)
+
+
+def _renamed(stated: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The keys of another writer by their usual names. ValueError if both are there and differ."""
+    found = dict(stated)
+    for other, name in names.items():
+        value, usual = found.pop(other, None), found.get(name)
+        if None not in (value, usual) and value != usual:
+            raise ValueError(f"{_KEY}: {other} {value!r} and {name} {usual!r} mean the same, and differ")
+        found[name] = usual if value is None else value
+    return found
 
 
 def pack_quantized_config(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Int4Config:

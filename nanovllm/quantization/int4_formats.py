@@ -37,8 +37,8 @@ class Int4Shard(WeightShard):
             return None
         values = source[:]
         if self.role == "scales":
-            bad = values[~(values.isfinite() & (values > 0))]
-            need = "finite and above 0"
+            bad = values[~(values.isfinite() & (values != 0))]
+            need = "finite and not 0"
         elif self.role == "order":
             return self._wrong_order(values.long())
         else:

@@ -98,7 +98,7 @@ class Int4Method(WeightMethod):
         zeros = tensors.get("zeros", torch.tensor(_MIDDLE, device=self.device)).expand_as(scales)
         if "order" in tensors:
             codes = self._sorted(part, codes, tensors["order"])
-        if not (scales > 0).all() or not scales.isfinite().all():
+        if not (scales != 0).all() or not scales.isfinite().all():
             raise ValueError(f"{name_of(part, self.format.scales)} has values that {self.dtype} cannot hold")
         # The groups of the file that hold the first columns of ours.
         starts = torch.arange(0, len(columns), group, device=self.device) + columns.start

@@ -6,7 +6,7 @@ QuantConfig chooses it for every weight; each quantisation is a file here with a
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from nanovllm.quantization.base import (
 )
 from nanovllm.quantization.cpu_packed import PackedLinearMethod, can_pack
 from nanovllm.quantization.experts import UnquantizedExpertsMethod
+from nanovllm.quantization.names import FileNames, is_cache_scale
 
 # oneDNN's product, a private operator of torch, which calls it for other dtypes and in compiled code. For
 # float32 `F.linear` calls MKL, which took up to 2.4 times as long on an AMD CPU. None: this torch has no
@@ -52,7 +53,8 @@ class UnquantizedLinearMethod(LinearMethod):
 
     With `deterministic` it always uses `linear`, and the bits of a row do not depend on other rows.
 
-    With `fuse` a product adds itself to the residual, if there is one rank: the sum is rounded once.
+    With `fuse` a product adds itself to the residual, if there is one rank. `linear` then rounds the sum
+    once; cuBLAS does so for few rows, and for others rounds the product first, as if it were added apart.
     """
 
     weight: torch.Tensor  # [N, K]
@@ -191,6 +193,9 @@ def dense_method(
 class QuantConfig:
     """Chooses the method of each weight of a model. A value; a subclass is one quantisation."""
 
+    names: FileNames = field(default=FileNames(), kw_only=True)  # of modules in the files
+    cache_scales: bool = field(default=False, kw_only=True)  # the files hold those of a quantised KV cache
+
     def method(self, path: str, kind: Kind) -> LinearMethod:
         """Return a new method for the weight of the checkpoint's module `path`.
 
@@ -233,3 +238,23 @@ class QuantConfig:
     def note(self) -> str | None:
         """What a user should know of it at a start."""
         return None
+
+    @property
+    def notes(self) -> list[str]:
+        """`note`, and what files say that is not used."""
+        unused = (
+            "the files' scales of a quantised KV cache are not used; kv_cache_dtype='fp8' computes its own"
+        )
+        return [*([self.note] if self.note else []), *([unused] if self.cache_scales else [])]
+
+    def in_files(self, names: FileNames | None = None, cache_scales: bool | None = None) -> QuantConfig:
+        """The same with these values; a subclass need not be a dataclass."""
+        changed = copy.copy(self)
+        for key, value in (("names", names), ("cache_scales", cache_scales)):
+            if value is not None:
+                object.__setattr__(changed, key, value)
+        return changed
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether weights do not need this tensor of the files."""
+        return self.cache_scales and is_cache_scale(name)

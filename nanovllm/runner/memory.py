@@ -22,6 +22,7 @@ from nanovllm.models.decoder import Attention
 
 logger = logging.getLogger("nanovllm")
 
+CALIBRATION_TOKENS = 2048  # of the prompt from which an FP8 cache gets its scales, or `max_model_len`
 _CPU_CACHE_WARNING_BYTES = 2**30  # bytes; a KV cache of the default size above this gives a warning at start
 
 

@@ -46,6 +46,7 @@ from nanovllm.runner.inputs import (
     rows_of_half,
 )
 from nanovllm.runner.memory import (
+    CALIBRATION_TOKENS,
     CacheLayout,
     KVCacheSpace,
     attach,
@@ -57,7 +58,6 @@ from nanovllm.runner.profile import RankProfile
 from nanovllm.runner.recorded import RecordedSteps
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
 
-_CALIBRATION_TOKENS = 2048
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -135,7 +135,7 @@ class ModelRunner:
         """
         if self.cache_dtype == self.dtype:
             return
-        num_tokens = min(_CALIBRATION_TOKENS, self.max_model_len)
+        num_tokens = min(CALIBRATION_TOKENS, self.max_model_len)
         layers, kept = self.model.attention_layers, self.kv_cache
         layout, self.layout = self.layout, CacheLayout.plain([layer.spec for layer in layers])
         shape = self.layout.shape(-(-num_tokens // self.block_size), self.block_size)

@@ -1,5 +1,5 @@
-"""Conversations: checks them, normalises them to lists of messages with string contents, and applies a chat
-template, with errors that name the conversation.
+"""Conversations: checks them, normalises them to lists of messages, and applies a chat template, with errors
+that name the conversation.
 
 Tokenises nothing.
 """
@@ -9,13 +9,16 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nanovllm.errors import BadRow, attempt
+from nanovllm.text.message_forms import Forms
 from nanovllm.text.prompts import Prompt, check_text, show, to_list
-from nanovllm.text.templates import TemplateError, TemplateProcess, plain
+from nanovllm.text.templates import PLAIN, TemplateError, TemplateProcess, plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +33,8 @@ _MESSAGE = "{'role': ..., 'content': ...}"
 def parse_conversations(
     messages: Conversation | Iterable[Conversation],
 ) -> list[list[dict[str, Any]] | BadRow]:
-    """Normalise one conversation or several to lists of messages with string contents.
+    """Normalise one conversation or several to lists of messages. A content is a string, a list of parts
+    {'type': 'text', 'text': string}, or None beside tool calls, whose arguments are an object or valid JSON.
 
     TypeError if `messages` is neither. A bad conversation is replaced by a ValueError or TypeError that names
     the conversation, the message and the fix.
@@ -68,21 +72,21 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def _content(value: Any, may_be_none: bool, where: str) -> str:
-    """The content of a message as a string: parts are joined by newlines; None is '' beside tool calls."""
+def _content(value: Any, may_be_none: bool, where: str) -> str | list[dict[str, str]] | None:
+    """The content of a message: a string, a list of parts, or None beside tool calls."""
     if value is None:
         if not may_be_none:
             raise ValueError(f"{where} has no content; pass a string, '' for an empty one")
-        return ""
+        return None
     if isinstance(value, str):
         check_text(value, where)
         return value
     expected = "content must be a string or a list of parts {'type': 'text', 'text': ...}"
     parts = to_list(value, f"{where}: {expected}")
-    return "\n".join(_part(part, f"{where}, content part {index}") for index, part in enumerate(parts))
+    return [_part(part, f"{where}, content part {index}") for index, part in enumerate(parts)]
 
 
-def _part(value: Any, where: str) -> str:
+def _part(value: Any, where: str) -> dict[str, str]:
     text = value
     if isinstance(value, Mapping):
         kind = value.get("type")
@@ -95,11 +99,11 @@ def _part(value: Any, where: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"{where} must be {{'type': 'text', 'text': ...}} with a string, not {show(value)}")
     check_text(text, where)
-    return text
+    return {"type": "text", "text": text}
 
 
 def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """The calls with arguments as dictionaries, as templates expect; OpenAI's arguments are JSON strings."""
+    """The calls, each function with arguments: an object, or valid JSON as a string, OpenAI's form."""
     calls = []
     for index, call in enumerate(to_list(value, f"{where}: tool_calls must be a list")):
         if not isinstance(call, Mapping):
@@ -107,16 +111,15 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
         call = dict(call)
         if isinstance(call.get("function"), Mapping):
             function = call["function"] = dict(call["function"])
-            arguments = function.get("arguments") or {}
+            arguments = function["arguments"] = function.get("arguments") or {}
             if isinstance(arguments, str):
                 try:
-                    arguments = json.loads(arguments)
+                    json.loads(arguments)
                 except ValueError as error:
                     raise ValueError(
                         f"{where}: the arguments of tool_calls[{index}] are not valid JSON ({error}): "
                         f"{show(arguments)}"
                     ) from None
-            function["arguments"] = arguments
         calls.append(call)
     return calls
 
@@ -126,15 +129,21 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 def check_template_options(
     tokenizer: PreTrainedTokenizerBase | None,
-    chat_template: str | None,
+    chat_template: str | os.PathLike[str] | None,
     add_generation_prompt: bool,
     continue_final_message: bool,
     tools: Sequence[Any] | None,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the arguments of `tokenizer.apply_chat_template`. ValueError or TypeError names the argument."""
-    if chat_template is not None and not isinstance(chat_template, str):
-        raise TypeError(f"chat_template must be a Jinja template as a string, not {show(chat_template)}")
+    """Return the arguments of `tokenizer.apply_chat_template`. ValueError or TypeError names the argument.
+
+    chat_template: see `find_template`.
+    """
+    if chat_template is not None and not isinstance(chat_template, (str, os.PathLike)):
+        raise TypeError(
+            "chat_template must be a Jinja template as a string, the path of a file that holds one, or a "
+            f"name, not {show(chat_template)}"
+        )
     if tokenizer is None:
         raise ValueError(
             "chat() needs a tokenizer, and skip_tokenizer_init=True; pass token ids to generate() instead"
@@ -164,11 +173,58 @@ def check_template_options(
                 f"chat_template_kwargs holds variables of the template, and {name!r} is not one; {fix}"
             )
     all_tools = list(tools) if tools else None
-    options = {"chat_template": chat_template, "tools": all_tools, **flags}
-    template = tokenizer.get_chat_template(chat_template, all_tools)
+    template = find_template(tokenizer, chat_template, all_tools)
+    chosen = None if chat_template is None else template
+    options = {"chat_template": chosen, "tools": all_tools, **flags}
     given = [*variables, "tools"] if all_tools else variables
     _warn_of_unused(template, tuple(name for name in given if name not in template))
     return options | dict(variables)
+
+
+def find_template(
+    tokenizer: PreTrainedTokenizerBase, chosen: str | os.PathLike[str] | None, tools: list[Any] | None
+) -> str:
+    """Return the text of a chat template.
+
+    chosen: the name of one of the model's templates, a Jinja template, or the path of a file that holds one,
+    also in JSON under the key chat_template; None is the model's own. ValueError for what is none of these.
+    """
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if chosen is None:
+        text, what = (
+            tokenizer.get_chat_template(None, tools),
+            f"the chat template of {tokenizer.name_or_path}",
+        )
+    elif isinstance(chosen, str) and (chosen in named or _has_jinja(chosen)):
+        return str(named.get(chosen, chosen))
+    else:
+        text, what = _read_template(Path(chosen).expanduser(), named), f"chat_template: the file {chosen}"
+    if not _has_jinja(text):
+        raise ValueError(f"{what} is no Jinja template, and would make every prompt {show(text)}")
+    return str(text)
+
+
+def _has_jinja(text: str) -> bool:
+    """Whether a text has anything that Jinja replaces; else it is no template."""
+    return "{{" in text or "{%" in text
+
+
+def _read_template(path: Path, named: Iterable[str]) -> str:
+    """The template that a file holds."""
+    try:
+        text = path.read_text("utf-8")
+        return str(json.loads(text)["chat_template"]) if path.suffix == ".json" else text
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"chat_template: the file {path} holds no template as UTF-8 text, nor as JSON under the key "
+            f"chat_template ({type(error).__name__}: {error})"
+        ) from None
+    except (OSError, ValueError) as error:  # not there, or no possible name of a file
+        names = f"the model's names are {', '.join(sorted(named))}" if named else "the model's has no name"
+        raise ValueError(
+            f"chat_template={show(str(path))} is no Jinja template, for it holds neither {{{{ nor {{%; no "
+            f"file ({getattr(error, 'strerror', error)}); and no name of a template of the model: {names}"
+        ) from None
 
 
 @lru_cache  # warn once, not for each row of a file
@@ -194,7 +250,8 @@ def render_conversations(
         given = attempt(_plain_arguments, tokenizer, [conversations[row] for row in good], options)
         rendered: list[Any] = [given] * len(good) if isinstance(given, Exception) else process.render(*given)
     else:
-        rendered = [_apply(tokenizer, conversations[row], options) for row in good]
+        forms = Forms(partial(_applied, tokenizer, {**options, **PLAIN}))
+        rendered = [_apply(tokenizer, forms.fit(texts[row]), options) for row in good]
     for row, text in zip(good, rendered, strict=True):
         texts[row] = text
     chosen = options.get("chat_template")
@@ -221,9 +278,13 @@ def _plain_arguments(
     return template, special, plain(conversations), plain({**rest, "tools": tools})
 
 
+def _applied(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], conversation: Any) -> str:
+    return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
+
+
 def _apply(tokenizer: PreTrainedTokenizerBase, conversation: Any, options: Mapping[str, Any]) -> Any:
     try:
-        return tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+        return _applied(tokenizer, options, conversation)
     except Exception as error:  # it may raise anything
         return TemplateError(f"{type(error).__name__}: {error}")
 

@@ -17,6 +17,7 @@ from nanovllm.errors import BadRow, attempt
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed
 from nanovllm.sampling_params import GuardedProcessors, SamplingParams
 from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer, StopSearch, StopStrings
+from nanovllm.text.ends import with_written_end
 from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.text.prompts import Prompt, Request, pack_token_ids
 from nanovllm.text.structured import Constraint, GrammarCompiler
@@ -63,6 +64,10 @@ class Processor:
         """The end-of-sequence tokens: the model's own and, as in vLLM, the tokenizer's."""
         ids, own = self._eos_token_ids, None if self.tokenizer is None else self.tokenizer.eos_token_id
         return ids if own is None or own >= self._vocab_size or own in ids else [*ids, own]
+
+    def add_written_end(self) -> None:
+        """Have answers end by the token, too, that the chat template writes after them."""
+        self._eos_token_ids = with_written_end(self.tokenizer, self.eos_token_ids, self.templates)
 
     def make_requests(
         self,
@@ -323,7 +328,7 @@ class Processor:
             raise ids
         if not ids:
             raise ValueError(f"{where} has no tokens: {prompt.text!r}")
-        return ids, pack_token_ids(ids, self._vocab_size, where)
+        return ids, pack_token_ids(ids, self._vocab_size, where, packed=prompt.packed)
 
     def _text(self, request: Request, output_ids: list[int]) -> str:
         if self.tokenizer is None or not request.params.detokenize:

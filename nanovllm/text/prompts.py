@@ -42,6 +42,7 @@ class Prompt:
     text: str | None
     token_ids: list[int] | None
     add_special_tokens: bool = True  # when the string is tokenised; a chat template writes them itself
+    packed: bytes | None = None  # the token ids as int32, if all of them fit
 
 
 def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> tuple[list[Prompt | BadRow], list[str]]:
@@ -91,7 +92,7 @@ def parse_prompt(prompt: Any, where: str) -> Prompt:
             raise ValueError(f"{where} is empty; a prompt needs at least one token")
         check_text(prompt, where)
         return Prompt(prompt, None)
-    return Prompt(None, _parse_ids(prompt, where))
+    return _with_ids(None, prompt, where)
 
 
 def check_text(text: str, where: str) -> None:
@@ -105,11 +106,14 @@ def check_text(text: str, where: str) -> None:
         ) from None
 
 
-def pack_token_ids(token_ids: list[int], vocab_size: int, where: str, ordered: bool = True) -> bytes:
+def pack_token_ids(
+    token_ids: list[int], vocab_size: int, where: str, ordered: bool = True, packed: bytes | None = None
+) -> bytes:
     """Return the ids as int32 bytes. ValueError if one is not in the vocabulary, with its position if the ids
-    are `ordered`."""
+    are `ordered`. packed: these bytes, if they are known."""
     try:
-        packed = struct.pack(f"={len(token_ids)}i", *token_ids)  # three times as fast as np.array(list)
+        if packed is None:
+            packed = struct.pack(f"={len(token_ids)}i", *token_ids)  # three times as fast as np.array(list)
         known = not token_ids or np.frombuffer(packed, np.uint32).max() < vocab_size  # negative: above 2**31
     except struct.error:  # an id does not fit into int32
         known = False
@@ -182,7 +186,7 @@ def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
             raise ValueError(
                 f"{where}['input_ids'] holds {len(rows)} prompts; pass the dictionary itself as the prompts"
             )
-        return Prompt(None, _parse_ids(rows[0], f"{where}['input_ids']"))
+        return _with_ids(None, rows[0], f"{where}['input_ids']")
     if not prompt.keys() & set(_KEYS):
         hint = "; a conversation goes to chat()" if "role" in prompt else ""
         raise ValueError(
@@ -198,7 +202,7 @@ def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
         return parse_prompt(text, f"{where}['prompt']")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"{where}['prompt'] must be a string, not {show(text)}")
-    return Prompt(text, _parse_ids(token_ids, f"{where}['prompt_token_ids']"))
+    return _with_ids(text, token_ids, f"{where}['prompt_token_ids']")
 
 
 def _encoded_rows(encoded: Mapping[str, Any], where: str) -> list[list[Any]]:
@@ -245,18 +249,33 @@ def _iterable(value: Any, expected: str) -> Iterable[Any]:
     return value
 
 
-def _parse_ids(value: Any, where: str) -> list[int]:
+def _with_ids(text: str | None, value: Any, where: str) -> Prompt:
+    """A prompt of these token ids."""
     ids = to_list(value, f"{where} must be a string, a list of token ids or a dictionary")
     if not ids:
         raise ValueError(f"{where} is empty; a prompt needs at least one token")
-    if set(map(type, ids)) == {int}:  # nearly always, and ten times as fast as the loop below
-        return ids
+    if (packed := _packed_ints(ids)) is not None:  # nearly always, and ten times as fast as the loop below
+        return Prompt(text, ids, packed=packed)
     for position, token_id in enumerate(ids):
         if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
             raise TypeError(
                 f"{where}: token id at position {position} must be an integer, not {show(token_id)}"
             )
-    return [int(token_id) for token_id in ids]
+    return Prompt(text, [int(token_id) for token_id in ids])
+
+
+def _packed_ints(ids: list[Any]) -> bytes | None:
+    """The ids as int32 bytes; None unless all are of the type int and fit. Looks at no single id: packing
+    refuses what is no integer, an integer of another library makes the sum one, and True and False pack to 1
+    and 0."""
+    try:
+        packed = struct.pack(f"={len(ids)}i", *ids)
+        if type(sum(ids)) is not int:
+            return None
+    except (struct.error, TypeError):
+        return None
+    has_bool = np.frombuffer(packed, np.int32).min() <= 1 and bool in set(map(type, ids))
+    return None if has_bool else packed
 
 
 def portions(parts: list[_Part], most: int, size: Callable[[_Part], int]) -> Iterator[list[_Part]]:

@@ -6,27 +6,23 @@ Caches the compiled grammars; follows no output.
 from __future__ import annotations
 
 import json
-import logging
+import random
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from nanovllm.structured_outputs import CONSTRAINTS, StructuredOutputsParams, show
+from nanovllm.text.json_schemas import enforceable, escapes, strings, warn_once
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-_logger = logging.getLogger("nanovllm")
-
 CACHE_SIZE = 1024  # cached grammars, a few hundred kilobytes each
 COPIES, ORIGINALS = 32, 8  # consecutive copies of one original matcher; number of originals
-# Keys of a JSON schema whose values are not schemas: dictionaries of schemas, and data.
-_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_DATA = ("const", "enum", "default", "examples")
-# The limits of an integer that llguidance can express: it reads them as float64, and fails at -2^63.
-_LEAST_INTEGER, _GREATEST_INTEGER = -(2**63) + 1024, 2**63 - 1
 # Lark: where a rule begins, lines that belong to none, and the parts of a rule.
 _RULE = re.compile(r"^[ \t]*[!?]?([A-Za-z_][\w-]*)(?:\.-?\d+)?[ \t]*(?:\[[^\]\n]*\])?[ \t]*:", re.M)
 _DIRECTIVE = re.compile(r"^[ \t]*%(?:import|ignore|declare|override|extend|llguidance)\b[^\n]*", re.M)
@@ -39,6 +35,7 @@ _PART = re.compile(
     re.X,
 )
 _MAX_PASSES = 100  # over the rules of a grammar
+_TRIED_TOKENS = 8  # of a text that tries a constraint
 
 
 class Constraint:
@@ -136,13 +133,15 @@ class GrammarCompiler:
             raise ValueError(f"{name}: {first.get_error().strip()}")
         if probe.is_error():
             raise ValueError(f"{name}: no text satisfies {text}, for no token may come first")
+        if params.grammar is None or self._endless_rule(params.grammar) is None:
+            self._try(first, f"{name}: {text}")
         if params.grammar is not None and (rule := self._endless_rule(params.grammar)) is not None:
             raise ValueError(
                 f"grammar: no text satisfies {text}, for the rule {rule!r} never ends; give it an "
                 "alternative without itself"
             )
         for warning in first.get_grammar_warnings():
-            _logger.warning("structured_outputs, %s: %s", name, warning)
+            warn_once(f"{name}: {warning}")
         return Constraint(first, make, self._executor)
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
@@ -155,17 +154,78 @@ class GrammarCompiler:
         if params.grammar is not None:
             return str(llguidance.grammar_from("lark", self._lark(params.grammar)))
         is_flexible = params.disable_any_whitespace is False or params.whitespace_pattern is not None
-        options: dict[str, Any] = {"whitespace_flexible": is_flexible}
+        options: dict[str, Any] = {"whitespace_flexible": is_flexible, "coerce_one_of": True}
         if params.whitespace_pattern is not None:
             options["whitespace_pattern"] = params.whitespace_pattern
         if params.structural_tag is not None:
             tag = json.loads(str(params.structural_tag))
             for each in tag["structures"]:
-                each["schema"] = _limited(each["schema"], params)
+                each["schema"] = self._enforceable(each["schema"], params)
             return self._tagged(tag, options)
         schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
-        schema = _limited(schema, params)
-        return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options))
+        schema = self._enforceable(schema, params)
+        options["json_allowed_escapes"] = escapes(schema)
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        return str(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options))
+
+    def _enforceable(self, schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
+        """The schema as llguidance enforces it. ValueError for one that it cannot follow."""
+        schema = enforceable(schema, params, self._is_format, self._only_names)
+        for each in strings(schema):
+            self._try(self._of_schema(each), f"the string {show(each)}")
+        return schema
+
+    def _of_schema(self, schema: dict[str, Any]) -> LLMatcher:
+        """A matcher of a small schema; it may be in an error."""
+        grammar = self._llguidance.LLMatcher.grammar_from_json_schema(schema)
+        return self._llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+
+    @lru_cache  # noqa: B019
+    def _is_format(self, name: str) -> bool:
+        return not self._of_schema({"type": "string", "format": name}).is_error()
+
+    def _only_names(self, pattern: str, names: Sequence[str]) -> list[str] | None:
+        """Those of the names that match a pattern, if no other name matches it; else None."""
+        matcher = self._of_schema({"type": "string", "pattern": pattern})
+        if matcher.is_error():
+            return [] if "nsatisfiable" in matcher.get_error() else None
+        quoted = {name: json.dumps(name, ensure_ascii=False).encode() for name in names}
+        prefixes = {each[:size] for each in quoted.values() for size in range(len(each))} or {b""}
+        for prefix in sorted(prefixes, key=len):
+            here = matcher.deep_copy()
+            if here.consume_tokens(self._tokens.tokenize_bytes(prefix)):
+                for token_id in _allowed(here):
+                    text = prefix + self._tokens.decode_bytes([token_id])
+                    if not any(each.startswith(text) for each in quoted.values()):
+                        return None
+        return [
+            name
+            for name, each in quoted.items()
+            if matcher.deep_copy().consume_tokens(self._tokens.tokenize_bytes(each))
+        ]
+
+    def _try(self, matcher: LLMatcher, named: str) -> None:
+        """Follow one text a few tokens far. ValueError if it cannot be continued there."""
+        if matcher.is_error():
+            return  # the whole schema's error says more
+        here, rng, text = matcher.deep_copy(), random.Random(0), b""
+        for _ in range(_TRIED_TOKENS):
+            forced = here.compute_ff_bytes()
+            if forced:
+                here.consume_tokens(self._tokens.tokenize_bytes(forced))
+                text += forced
+            may = [] if here.is_stopped() else _allowed(here)
+            if here.is_error() or (not len(may) and not here.is_stopped()):
+                why = here.get_error().split("\n")[0] if here.is_error() else "NoExtension"
+                why = "no token may follow" if "NoExtension" in why else f"llguidance fails: {why}"
+                shown = text.decode("utf-8", "replace")
+                raise ValueError(f"{named} cannot be followed after {shown!r}: {why}; make it simpler")
+            may = [token_id for token_id in may if token_id != self._tokens.eos_token]
+            if not may:
+                return
+            token_id = int(rng.choice(may))
+            text += self._tokens.decode_bytes([token_id])
+            here.consume_token(token_id)
 
     def _lark(self, grammar: str) -> str:
         """A grammar as Lark. ValueError for a wrong one in GBNF."""
@@ -191,7 +251,8 @@ class GrammarCompiler:
             StructTag(
                 trigger=trigger,
                 begin=each["begin"],
-                grammar=each["schema"] | {"x-guidance": options},
+                grammar=each["schema"]
+                | {"x-guidance": options | {"json_allowed_escapes": escapes(each["schema"])}},
                 end=each["end"],
             )
             for each in tag["structures"]
@@ -201,57 +262,10 @@ class GrammarCompiler:
         return str(StructTag.to_grammar(tags))
 
 
-def _limited(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
-    """The schema with the limits that the params add to it."""
-    if params.disable_additional_properties:
-        schema = _mapped(schema, _close)
-    if params.disable_big_integers and not _has_big_numbers(schema):
-        schema = _mapped(schema, _limit_integers)
-    return schema
-
-
-def _mapped(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
-    """A copy of the schema, in which `change` has changed each schema, the inner ones first."""
-    if isinstance(schema, list):
-        return [_mapped(each, change) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copy = {}
-    for name, each in schema.items():
-        if name in _NAMED_SCHEMAS and isinstance(each, dict):
-            each = {key: _mapped(value, change) for key, value in each.items()}
-        elif name not in _DATA:
-            each = _mapped(each, change)
-        copy[name] = each
-    change(copy)
-    return copy
-
-
-def _close(schema: dict[str, Any]) -> None:
-    """Limit an object to the properties that its schema names."""
-    if "additionalProperties" not in schema and ("properties" in schema or "patternProperties" in schema):
-        schema["additionalProperties"] = False
-
-
-def _limit_integers(schema: dict[str, Any]) -> None:
-    """Limit an integer to 64 bits on each side that has no limit, so that a model cannot repeat digits."""
-    types = schema.get("type")
-    types = types if isinstance(types, list) else [types]
-    if "integer" not in types or "number" in types:
-        return
-    if "minimum" not in schema and "exclusiveMinimum" not in schema:
-        schema["minimum"] = _LEAST_INTEGER
-    if "maximum" not in schema and "exclusiveMaximum" not in schema:
-        schema["maximum"] = _GREATEST_INTEGER
-
-
-def _has_big_numbers(value: Any) -> bool:
-    """Whether a JSON value has a number beyond the limits of `_limit_integers`."""
-    if isinstance(value, dict):
-        return any(map(_has_big_numbers, value.values()))
-    if isinstance(value, list):
-        return any(map(_has_big_numbers, value))
-    return isinstance(value, (int, float)) and not _LEAST_INTEGER <= value <= _GREATEST_INTEGER
+def _allowed(matcher: LLMatcher) -> list[int]:
+    """The tokens that may follow."""
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    return [int(token_id) for token_id in np.flatnonzero(bits)]
 
 
 # -- grammars without an end --------------------------------------------------------------------------------

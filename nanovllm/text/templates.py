@@ -18,17 +18,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm.lifecycle import finalize
+from nanovllm.text.message_forms import Forms
 from nanovllm.text.prompts import portions
 
 _PORTION_BYTES = 2**16  # of conversations in one message; at least one
 MAX_STOPS = 3  # in a row, until a template is not tried again
 _START = "import sys; sys.path[:] = sys.argv[2:]; import nanovllm.text.templates as t; t.serve(sys.argv[1])"
+_MAX_FORMS = 64  # templates whose forms are known at once
+PLAIN = {"add_generation_prompt": False, "continue_final_message": False}  # options of trials
 _TEXT, _ERROR, _LIMIT = b"T", b"E", b"L"  # the first byte of an answer
 
 
@@ -65,7 +69,8 @@ class TemplateProcess:
         conversations: Sequence[Any],
         options: Mapping[str, Any],
     ) -> list[str | TemplateError]:
-        """Return the text of each conversation, or why there is none. options: of `apply_chat_template`.
+        """Return the text of each conversation, in the forms that the template takes, or why there is none.
+        options: of `apply_chat_template`.
 
         RuntimeError if the process cannot be started.
         """
@@ -192,7 +197,7 @@ def serve(descriptor: str) -> None:
 
     tokenizer, Tokenizer.special_tokens_map = Tokenizer(), {}
     tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template="a", tokenize=False)
-    used = _used_bytes()
+    used, known = _used_bytes(), dict[bytes, Forms]()
     with Connection(int(descriptor)) as connection, suppress(EOFError, ConnectionError):
         connection.send_bytes(b"ready")
         while True:
@@ -200,10 +205,15 @@ def serve(descriptor: str) -> None:
             template, Tokenizer.special_tokens_map, options, limits = pickle.loads(common)
             if used is not None:
                 resource.setrlimit(resource.RLIMIT_AS, (used + limits.memory_bytes, resource.RLIM_INFINITY))
+            if common not in known and len(known) == _MAX_FORMS:
+                known.clear()
+            applied = {"chat_template": template, "tokenize": False, **options}
+            apply: Callable[..., Any] = partial(tokenizer.apply_chat_template, **applied)
+            forms = known.setdefault(common, Forms(partial(apply, **PLAIN)))
             message: list[bytes] = []
             for part in portion:
                 signal.setitimer(signal.ITIMER_PROF, limits.seconds)  # then SIGPROF ends the process
-                kind, text = _rendered(tokenizer, template, part, options, limits)
+                kind, text = _rendered(apply, forms, part, limits)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 message += [kind, len(text).to_bytes(8, "big"), text]
                 if part is portion[-1] or sum(map(len, message)) > _PORTION_BYTES:
@@ -211,13 +221,10 @@ def serve(descriptor: str) -> None:
                     message.clear()
 
 
-def _rendered(
-    tokenizer: Any, template: str, part: bytes, options: dict[str, Any], limits: Limits
-) -> tuple[bytes, bytes]:
+def _rendered(apply: Callable[..., Any], forms: Forms, part: bytes, limits: Limits) -> tuple[bytes, bytes]:
     """The kind and the text of the answer to one conversation."""
     try:
-        options = {"chat_template": template, "tokenize": False, **options}
-        text = tokenizer.apply_chat_template(pickle.loads(part), **options)
+        text = apply(forms.fit(pickle.loads(part)))
         output = str(text).encode("utf-8", "surrogatepass")
         if len(output) > limits.output_bytes:
             return _LIMIT, f"writes more than {limits.output_bytes:,} bytes".encode()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from nanovllm.errors import ModelLoadError
 from nanovllm.inputs import PromptLike
 from nanovllm.text.detokenizer import BYTE_OF_LETTER
+from nanovllm.text.file_tokenizer import match_files
 from nanovllm.text.prompts import Prompt, parse_prompt, portions, show, split_prompts, to_list
 
 if TYPE_CHECKING:
@@ -33,16 +34,24 @@ Pair: TypeAlias = "tuple[Prompt, Prompt, str]"  # prompt, continuation, name of 
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `path`; `trust_remote_code` runs code from that folder.
+    """Load the tokenizer in `path`, which gives the ids of its files; `trust_remote_code` runs code from that
+    folder.
 
     Raises ModelLoadError that says what to do without a tokenizer.
     """
-    from transformers import AutoTokenizer  # here, because importing it takes as long as importing torch
+    # Here, because importing them takes as long as importing torch.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if type(tokenizer).__name__.startswith("MistralCommon"):  # of a tekken.json beside the tokenizer.json
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        _add_template(tokenizer, path)
         if not tokenizer("a")["input_ids"]:  # transformers' result for a folder without tokenizer files
             raise ValueError("its vocabulary is empty")
+        match_files(tokenizer, Path(path))
+    except ModelLoadError:
+        raise
     except Exception as error:  # transformers raises many kinds
         raise ModelLoadError(
             f"no tokenizer could be loaded from {path} ({error}); put the model's tokenizer files there, "
@@ -50,6 +59,19 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
             "prompts"
         ) from error
     return tokenizer
+
+
+def _add_template(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Give the tokenizer the chat template of `chat_template.json`, where processors of transformers have it,
+    if it has no other. ValueError if the file has none."""
+    file = path / "chat_template.json"
+    if tokenizer.chat_template is not None or not file.is_file():
+        return
+    content = json.loads(file.read_text("utf-8"))
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    if not isinstance(template, str):
+        raise ValueError(f"{file.name} must have a string as its 'chat_template', not {show(template)}")
+    tokenizer.chat_template = template
 
 
 def encode(
@@ -257,7 +279,9 @@ def _are_known_steps(content: dict[str, Any]) -> bool | None:
     model, pre_tokenizers = content["model"], list(_steps(content["pre_tokenizer"], "pretokenizers"))
     kinds = [each["type"] for each in pre_tokenizers]
     for each in _steps(content["normalizer"], "normalizers"):
-        is_space = each.get("pattern") == {"String": " "} and each.get("content") == _SPACE
+        pattern = each.get("pattern", {})
+        is_before = pattern.get("Regex", "").startswith(r"\A(?!")  # it puts a space before a text
+        is_space = each.get("content") == _SPACE and (pattern == {"String": " "} or is_before)
         if each["type"] not in _NORMALIZERS or (each["type"] == "Replace" and not is_space):
             return None
     if not set(kinds) <= set(_PRE_TOKENIZERS) or any(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,7 +74,7 @@ def test_arguments_reach_the_template(llm: LLM) -> None:
         ({"chat_template_content_format": "openai"}, ValueError, "format='openai' is not supported"),
         ({"continue_final_message": True}, ValueError, "needs add_generation_prompt=False"),
         ({"add_generation_prompt": 1}, TypeError, "add_generation_prompt must be True or False, not 1"),
-        ({"chat_template": 5}, TypeError, "chat_template must be a Jinja template as a string, not 5"),
+        ({"chat_template": 5}, TypeError, "chat_template must be a Jinja template as a string, .* not 5"),
         ({"tools": {"name": "add"}}, TypeError, "tools must be a list"),
         ({"chat_template_kwargs": "x"}, TypeError, "chat_template_kwargs must be a dictionary, not 'x'"),
         ({"chat_template_kwargs": {"tokenize": True}}, ValueError, "'tokenize' is not one; leave it out"),
@@ -106,6 +108,68 @@ def test_a_template_that_fails_names_the_conversation(llm: LLM) -> None:
         llm.chat([USER], SHORT, use_tqdm=False, chat_template="{% if %}")
     with pytest.raises(ValueError, match=r"conversation 0: the chat template .*UndefinedError"):
         llm.chat([USER], SHORT, use_tqdm=False, chat_template="{{ a.b.c }}")
+
+
+# -- which template ------------------------------------------------------------------------------------------
+
+
+def test_a_file_holds_the_template(llm: LLM, tmp_path: Path) -> None:
+    """As text, or in JSON as tokenizers save it; as a string or a path."""
+    text, saved = tmp_path / "chat.jinja", tmp_path / "tokenizer_config.json"
+    text.write_text("ü{{ messages[0].content }}", "utf-8")
+    saved.write_text(json.dumps({"chat_template": "{% if true %}j{% endif %}"}))
+    for path, shown in ((text, "üHi"), (saved, "j")):
+        assert (
+            prompts(llm, [USER], chat_template=path)
+            == prompts(llm, [USER], chat_template=str(path))
+            == [shown]
+        )
+
+
+def test_a_name_chooses_one_of_the_models_templates(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {"default": "{{ 'd' }}", "tool_use": "{{ 't' }}"}
+    monkeypatch.setattr(llm.tokenizer, "chat_template", named)
+    assert prompts(llm, [USER]) == ["d"]
+    assert prompts(llm, [USER], chat_template="tool_use") == ["t"]
+    with pytest.raises(
+        ValueError, match=r"'tool_us' .str. is no Jinja template.* names are default, tool_use"
+    ):
+        llm.chat([USER], SHORT, chat_template="tool_us")
+
+
+@pytest.mark.parametrize("queue", ["chat", "enqueue_chat"])
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("/models/qwen/chat_template.jinja", "no file .No such file.*; and no name .* has no name"),
+        ("tool_use", "chat_template='tool_use' .str. is no Jinja template, .* neither {{ nor {%"),
+        ("", "chat_template='.*' .str. is no Jinja template"),
+        ("a\0b" * 9000, "is no Jinja template"),
+        ("EMPTY", "chat_template: the file EMPTY is no Jinja template, and .* every prompt 'no template'"),
+        ("x.json", "the file x.json holds no template as UTF-8 text, nor as JSON .*KeyError"),
+        ("latin", "the file latin holds no template as UTF-8 text"),
+    ],
+)
+def test_what_is_no_template_is_refused(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: str, template: str, message: str
+) -> None:
+    """Before anything runs; else the text itself would be every prompt."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").write_text("no template")
+    (tmp_path / "x.json").write_text('{"template": "{{ messages }}"}')
+    (tmp_path / "latin").write_bytes("{{ 'ü' }}".encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        getattr(llm, queue)([USER], SHORT, chat_template=template)
+    assert llm.is_finished()
+
+
+def test_a_model_whose_own_template_is_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some files name a template of another program there."""
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "chatml")
+    with pytest.raises(
+        ValueError, match=r"the chat template of .* is no Jinja template.* every prompt 'chatml'"
+    ):
+        llm.chat([USER], SHORT)
 
 
 # -- messages ------------------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ def test_longrope_follows_the_longest_sequence(tmp_path: Path) -> None:
             {"layer_types": None, "sliding_window_pattern": "LLLG"},
             "must be a positive integer, or",
         ),
-        ("granite4", {"num_local_experts": 8}, "num_local_experts 8 is not supported"),
+        ("granite4", {"num_local_experts": 8}, r"num_experts \(or num_local_experts\) 8 is not supported"),
         ("granite4", {"layer_types": ["mamba", "attention"]}, r"layer_types \['mamba'\] are not supported"),
         ("granite4", {"layer_types": None}, "layer_types must be a list"),
         ("gpt_oss", {"swiglu_limit": 5.0}, r"swiglu_limit 5\.0 is not supported; supported: 7\.0"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import pytest
 from checked_llm import CheckedLLM, make_tiny
 from test_texts import TOKENIZERS
 from tiny_models import edit_json, write_tiny_model
+from transformers import AutoConfig
 
 from nanovllm import LLM, KVCacheMemoryError, ModelLoadError, SamplingParams, demo_model_path
+from nanovllm.models.registry import load_model_config, open_checkpoint
 from nanovllm.workers import worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -132,6 +136,47 @@ def test_no_worker_gets_the_token(model: Path, monkeypatch: pytest.MonkeyPatch) 
         assert llm.config.hf_token == "secret"
 
 
+def test_a_tokenizer_of_mistral_common_alone(model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    (folder / "tekken.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(
+        ModelLoadError, match=r"has a tokenizer in tekken\.json alone.*pass skip_tokenizer_init=True"
+    ):
+        make(folder)
+
+
+def test_a_tokenizer_of_mistral_common_beside_another(tmp_path: Path, tokenizer_folder: Path) -> None:
+    """transformers takes tekken.json if mistral-common is installed, and gives a class of its own."""
+    [root] = find_spec("mistral_common").submodule_search_locations
+    folder = write_tiny_model(tmp_path / "model", "mistral", vocab_size=400)
+    shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
+    shutil.copy(Path(root, "data/tekken_240911.json"), folder / "tekken.json")
+    with make(folder) as llm:
+        [output] = llm.generate("Hello the world", GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == TOKENIZERS["byte_level"]("Hello the world")["input_ids"]
+    assert output["text"] == TOKENIZERS["byte_level"].decode(output["token_ids"])
+
+
+def test_a_template_in_chat_template_json(model: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
+    messages = [{"role": "user", "content": "Hello"}]
+    file = folder / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": "{% for m in messages %}<{{ m.content }}>{% endfor %}"}))
+    with make(folder) as llm:
+        assert llm.chat(messages, GREEDY, use_tqdm=False)[0].prompt == "<Hello>"
+    edit_json(folder / "tokenizer_config.json", chat_template="own: {{ messages[0].content }}")
+    with make(folder) as llm:
+        assert llm.chat(messages, GREEDY, use_tqdm=False)[0].prompt == "own: Hello"
+    edit_json(folder / "tokenizer_config.json", remove=("chat_template",))
+    file.write_text('{"chat_template": 7}')
+    with pytest.raises(
+        ModelLoadError, match=r"chat_template\.json must have a string as its 'chat_template', not 7"
+    ):
+        make(folder)
+
+
 # -- config.json ---------------------------------------------------------------------------------------------
 
 
@@ -151,6 +196,30 @@ def test_hf_overrides(model: Path, tmp_path: Path) -> None:
         assert llm.model_config != config
     with pytest.raises(ValueError, match=r"hidden_act 'relu' .* \(with hf_overrides=\{'hidden_act'"):
         make_tiny(model, hf_overrides={"hidden_act": "relu"})
+
+
+def test_numbers_that_json_does_not_have(model: Path, tmp_path: Path) -> None:
+    """As transformers 5 writes them."""
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    config = AutoConfig.from_pretrained(folder)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "unused": math.inf}
+    config.time_step_limit = [0.0, math.inf]
+    config.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    assert written["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    assert open_checkpoint(folder).config()["time_step_limit"] == [0.0, math.inf]
+    assert load_model_config(folder) == load_model_config(model)
+    edit_json(folder / "config.json", rms_norm_eps={"__float__": "NaN"})
+    with pytest.raises(ValueError, match="rms_norm_eps must be a number between 0 and 1, not nan"):
+        load_model_config(folder)
+    edit_json(
+        folder / "generation_config.json", temperature={"__float__": "-Infinity"}, other={"__float__": "x"}
+    )
+    found = open_checkpoint(folder).generation()
+    assert (found["temperature"], found["other"]) == (-math.inf, {"__float__": "x"})
+    wrong = pytest.raises(ValueError, match=r"generation_config\.json: temperature .*-inf")
+    with make(model, skip_tokenizer_init=True, generation_config=str(folder)) as llm, wrong:
+        llm.generate([[5]], use_tqdm=False)
 
 
 # -- generation_config.json ----------------------------------------------------------------------------------

@@ -125,7 +125,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"format": "marlin-24"},
         r"format 'marlin-24' of group_0 is not supported; .*float-quantized",
     ),
-    "a cache": ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme .* is not supported; supported: null"),
+    "a cache": ({"kv_cache_scheme": 8}, "kv_cache_scheme must be an object, not 8"),
+    "zeros": ({"sparsity_config": {"format": "2:4"}}, "sparsity_config .* is not supported; supported: null"),
     "no groups": ({"config_groups": {}}, r"config_groups must be an object with groups, not \{\}"),
     "a group": ({"config_groups": {"a": 5}}, "a must be an object with weights, not 5"),
     "targets": (

@@ -54,10 +54,9 @@ BAD_TENSORS: dict[str, tuple[str, Any, str]] = {
     "zero": (
         "awq",
         lambda t: t[f"{UP}.scales"].zero_(),
-        rf"{UP}.scales has 0.0, which must be finite and above 0",
+        rf"{UP}.scales has 0.0, which must be finite and not 0",
     ),
     "NaN": ("gptq", lambda t: t[f"{UP}.scales"][1].fill_(torch.nan), rf"{UP}.scales has nan"),
-    "negative": ("gptq", lambda t: t[f"{UP}.scales"][0].neg_(), rf"{UP}.scales has -0.0\d+"),
     "another shape": (
         "awq",
         lambda t: t.update({f"{UP}.scales": torch.ones(1, 256)}),

@@ -177,3 +177,32 @@ def test_every_row_error_has_its_file_and_line(
     assert [line.split(": ")[:2] for line in printed[:-1]] == [
         [str(source), f"line {n}"] for n in (2, 3, 4, 7)
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "found"),
+    [
+        ("a.csv", "id;prompt", "';': 'id', 'prompt'. Pass --delimiter ';', or --delimiter ','"),
+        ("b.csv", '"id";"prompt"', "';': 'id', 'prompt'. Pass --delimiter ';'"),
+        ("c.csv", "id\tprompt", r"'\t': 'id', 'prompt'. Pass --delimiter '\t'"),
+        ("d.tsv", "id|prompt|other", "'|': 'id', 'prompt', 'other'. Pass --delimiter '|'"),
+        ("e.tsv", "id,prompt", r"',': 'id', 'prompt'. Pass --delimiter ',', or --delimiter '\t'"),
+    ],
+)
+def test_a_table_with_another_delimiter(
+    tmp_path: Path, name: str, head: str, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even a template that names the one column does not answer rows that are split wrongly."""
+    source, out = tmp_path / name, tmp_path / "out.jsonl"
+    source.write_text(f"{head}\n{head.replace('prompt', 'Hello')}\n")
+    template = f"{{{head}}}" if '"' not in head else "{id}"
+    assert run(source, "-o", out, "--template", template) == 2 and not out.exists()
+    assert found in capsys.readouterr().out
+    assert run(source, "-o", out, "--delimiter", found.split("Pass --delimiter ")[1][1:].split("'")[0]) == 0
+    assert read_rows(out)[0]["text"].startswith("5 ")
+
+
+def test_one_column_whose_name_has_a_semicolon(tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text("a;b\nHello\n")
+    assert run(source, "-o", tmp_path / "o.jsonl", "--delimiter", ",", "--prompt-column", "a;b") == 0

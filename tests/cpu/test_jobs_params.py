@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -261,3 +262,30 @@ def test_the_texts_of_flags_on_every_python(monkeypatch: pytest.MonkeyPatch) -> 
         texts = arguments.texts_of_options()
         assert texts.keys() >= arguments.engine_fields().keys()
         assert all("  " not in text and text for text in texts.values())
+
+
+def test_a_resume_with_another_longest_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would cut answers, and refuse rows that fit before; or the other way round."""
+    asks = {"max_tokens": None, "ignore_eos": True}
+    rows = [{"prompt": "Count down from 20. " * (1 + 2 * (i % 3)), "sampling_params": asks} for i in range(6)]
+    source, out, whole = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "b.jsonl", tmp_path / "a.jsonl"
+
+    def job(path: Path, *argv: object) -> int:
+        fixed = ("--sampling", "temperature=0", "--max-model-len", 64, "--kvcache-block-size", 16, *argv)
+        return run(source, "-o", path, *fixed, make_llm=partial(LLM, device="cpu"))
+
+    assert job(whole, "--num-kvcache-blocks", 24) == 0
+    assert job(out, "--limit", 2) == 0
+    before = out.read_bytes()
+    assert job(out, "--num-kvcache-blocks", 3) == 2 and out.read_bytes() == before
+    printed = capsys.readouterr().out
+    assert "its answers had room for max_model_len=64 tokens" in printed
+    assert (
+        "here the KV cache has room for 48" in printed
+        and "options of the first run: kvcache_block" in printed
+    )
+    assert job(out, "--num-kvcache-blocks", 4) == 0 and out.read_bytes() == whole.read_bytes()
+    short = tmp_path / "short.jsonl"
+    assert job(short, "--limit", 2, "--num-kvcache-blocks", 3) == 0
+    assert job(short, "--num-kvcache-blocks", 24) == 2
+    assert "max_model_len=48 tokens, prompt and answer together, and here" in capsys.readouterr().out

@@ -1,29 +1,39 @@
-"""Jobs that one signal ends, or a second one while the engine closes: exit code, answers, files."""
+"""Jobs that a signal ends, or a second one while the engine closes: exit code, answers, files."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
+import random
 import signal
+import subprocess
 import sys
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import jobs
 import pytest
-from jobs import FakeLLM, files, read_rows, rows_of, run, write_rows
+import torch
+from jobs import FakeLLM, Lent, files, read_rows, rows_of, run, watched, write_rows
 from killed_jobs import FORKED, fork_server
 
+from nanovllm import LLM
+from nanovllm.batch import EMPTY_BATCH
+from nanovllm.engine.stats import StepStats
 from nanovllm.jobs import main as program
 from nanovllm.jobs.errors import caught_signals
 from nanovllm.workers.worker import leave
 
 SECONDS = 120  # against hangs
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+STEP = StepStats(EMPTY_BATCH, 0.01, 0, 0, 0, 1, 0, 0.0)
 
 
 class Stubborn(FakeLLM):
@@ -40,7 +50,10 @@ class Stubborn(FakeLLM):
     def _wait(self, number: int) -> None:
         if number == 50:
             (self._folder / "running").touch()
-            time.sleep(SECONDS)
+            until = time.monotonic() + SECONDS
+            while time.monotonic() < until:
+                time.sleep(0.001)
+                self.on_step(STEP)
 
     def close(self) -> None:
         (self._folder / "closing").touch()
@@ -125,6 +138,147 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
         assert signal.getsignal(INT) is handler
     finally:
         signal.signal(HUP, before)
+
+
+# -- any moment ---------------------------------------------------------------------------------------------
+
+
+def in_a_callback() -> None:
+    """Ctrl-C in the callback of a weak reference. Python drops what is raised there."""
+
+    class Owner:
+        pass
+
+    owner = Owner()
+    reference = weakref.ref(owner, lambda _: signal.raise_signal(INT))
+    del owner
+    assert reference() is None
+
+
+@pytest.mark.parametrize("place", ["load", "answer", "close"])
+def test_ctrl_c_in_a_callback_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    printed: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    monkeypatch.setattr(FakeLLM, "close", lambda self: in_a_callback() if place == "close" else None)
+
+    def make(*args: object, **options: object) -> FakeLLM:
+        if place == "load":
+            in_a_callback()
+        return watched(lambda number: in_a_callback() if (place, number) == ("answer", 50) else None)()
+
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(300)), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, make_llm=make) == 130
+    assert len(read_rows(out)) == {"load": 0, "answer": 51, "close": 300}[place] and printed == []
+    assert '"state": "stopped by Ctrl-C' in (tmp_path / "out.jsonl.job.json").read_text()
+    assert run(source, "-o", out) == 0
+    assert [row["index"] for row in read_rows(out)] == list(range(300))
+
+
+def test_a_signal_at_the_end_of_the_process_changes_nothing() -> None:
+    """Python takes a second to end; what a handler raises then is printed, and the exit code is lost."""
+    code = "import atexit, os, runpy, signal; from nanovllm.jobs import main; main.main = lambda: 3\n"
+    code += "for number in (signal.SIGINT, signal.SIGTERM): atexit.register(os.kill, os.getpid(), number)\n"
+    code += "runpy.run_module('nanovllm', run_name='__main__')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (3, "")
+
+
+def interrupted(argv: list[Any], moment: int, note: Path, make_llm: Callable[..., Any]) -> None:
+    """Run a job as the program does; the call of a function with this number is interrupted by Ctrl-C. `note`
+    gets the number of calls, then what is printed."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+        if event == "call" and calls == moment:
+            signal.raise_signal(INT)
+
+    def main() -> int:
+        os.write(file, b"0 calls\n")
+        sys.setprofile(count)
+        try:
+            return real_main()
+        finally:
+            sys.setprofile(None)
+            os.write(file, f"calls: {calls}\n".encode())
+
+    file = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, sys.stderr.fileno())
+    torch.set_num_threads(1)
+    real_main, program.main = program.main, main
+    sys.argv = ["nanovllm", "run", *map(str, argv), "--model", jobs.demo_model_path()]
+    run_job: Any = run.__globals__["run_job"]
+    run_job.__defaults__ = (make_llm,)
+    program.program()
+
+
+def check_interrupted(process: Any, make_llm: Callable[..., Any], source: Path, *argv: object) -> int:
+    """Wait for an interrupted job and check how it ended; resume it, and check its answers. Return its exit
+    code."""
+    process.join(SECONDS)
+    folder, rows = source.parent, len(read_rows(source))
+    journal, out, note = (folder / name for name in ("out.jsonl.job.json", "out.jsonl", "note"))
+    code, printed = process.exitcode, note.read_text()
+    assert code in (0, 130) and "Traceback" not in printed and "ignored" not in printed, (code, printed)
+    state = json.loads(journal.read_text())["state"] if journal.exists() else ""
+    assert (code == 0) == (state == "finished"), (code, state, printed)
+    assert code == 0 or state in ("", "running", "stopped by Ctrl-C; the same command resumes"), state
+    before = read_rows(out) if out.exists() else []
+    assert run(source, "-o", out, *argv, make_llm=make_llm) == 0
+    after = read_rows(out)
+    assert [row["index"] for row in after] == list(range(rows))
+    assert all(row == after[row["index"]] for row in before)
+    assert files(folder) == {source.name, out.name, journal.name, note.name}
+    return code
+
+
+def test_ctrl_c_at_any_call(tmp_path: Path) -> None:
+    rng, codes = random.Random(0), Counter[int]()
+    num_calls = 0
+    for number in range(25):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        source = write_rows(folder / "in.jsonl", rows_of(150))
+        moment = rng.randrange(1, num_calls) if number else -1
+        args = [source, "-o", folder / "out.jsonl"], moment, folder / "note", FakeLLM
+        with fork_server():
+            process = FORKED.Process(target=interrupted, args=args)
+            process.start()
+        codes[check_interrupted(process, FakeLLM, source)] += 1
+        num_calls = num_calls or int((folder / "note").read_text().split()[-1])
+    assert codes[130] >= 20 and codes[0] >= 1, codes
+
+
+@pytest.mark.full
+def test_ctrl_c_at_any_time(tmp_path: Path) -> None:
+    """300 jobs with an engine, each interrupted at a random time between its start and its end."""
+    rng, codes, seconds = random.Random(0), Counter[int](), 0.0
+    options = {"device": "cpu", "max_num_seqs": 8, "num_kvcache_blocks": 200}
+    flags = ["--device", "cpu", "--max-num-seqs", 8, "--num-kvcache-blocks", 200]
+    flags += ["--sampling", "max_tokens=12"]
+    with LLM(jobs.demo_model_path(), **options) as llm:
+        for number in range(301):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            source = write_rows(folder / "in.jsonl", rows_of(60))
+            argv = [source, "-o", folder / "out.jsonl", *flags]
+            with fork_server():
+                process = FORKED.Process(target=interrupted, args=(argv, -1, folder / "note", LLM))
+                process.start()
+            wait_for(lambda path=folder / "note": path.exists() and "calls" in path.read_text())
+            began = time.monotonic()
+            if number:
+                time.sleep(rng.uniform(0, seconds))
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid or 0, INT)
+            else:
+                process.join()
+                seconds = time.monotonic() - began
+            codes[check_interrupted(process, Lent(llm), source, *flags)] += 1
+    assert codes[130] >= 200 and codes[0] >= 1, codes
 
 
 @pytest.mark.parametrize("stream", [None, Mock(flush=Mock(side_effect=BrokenPipeError))])

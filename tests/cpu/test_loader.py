@@ -295,9 +295,11 @@ def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> No
     folder = write_tiny_model(tmp_path, max_shard_size="10KB")
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
-    first = sorted(index["weight_map"].values())[0]
-    edit_json(path, weight_map=index["weight_map"] | {"model.extra.weight": first})
-    refused(folder, f"{first} lacks tensors that .* lists for it: model.extra.weight")
+    last = folder / sorted(index["weight_map"].values())[-1]
+    tensors = load_file(last)
+    name, _ = tensors.popitem()
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, last)
+    refused(folder, f"1 missing: {name}")
     edit_json(path, weight_map={})
     refused(folder, "has no weight_map")
     path.write_text("{")

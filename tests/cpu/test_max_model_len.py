@@ -162,3 +162,44 @@ def test_tables_follow_what_can_be_used(tmp_path: Path, rope: dict[str, Any]) ->
         of = Config.from_kwargs(str(folder), device="cpu", **options)
         assert usable_length(of, config, Device("cpu"), 2 * 10**7) == most + 256
         assert usable_length(of, config, Device("cpu"), 700) == 700
+
+
+LONGROPE = {
+    **{"hidden_size": 64, "sliding_window": None, "original_max_position_embeddings": 64},
+    "rope_parameters": {
+        **{"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0] * 8},
+        "long_factor": [1.0 + 2 * index for index in range(8)],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "options", "asked"),
+    [
+        ("phi3", LONGROPE, {}, None),
+        ("phi3", LONGROPE, {}, 64),
+        ("gemma3", {"sliding_window": 40}, {}, None),
+        ("qwen3", {}, {"kv_cache_dtype": "fp8"}, None),
+    ],
+    ids=["longrope", "short longrope", "windows", "scales of FP8"],
+)
+def test_the_size_of_the_cache_changes_no_answer(
+    tmp_path: Path, family: str, settings: dict[str, Any], options: dict[str, Any], asked: int | None
+) -> None:
+    """Some of these caches hold fewer tokens than longrope's training length, a window or a calibration."""
+    folder = write_tiny_model(tmp_path, family, **settings)
+    prompt = [(7 * index * index + 3) % 97 for index in range(30)]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    found, lengths = [], []
+    tight = {"num_kvcache_blocks": 5 if family == "gemma3" else 3}  # whose layers share slabs
+    for size in ({}, tight, {"kv_cache_memory_bytes": 40_000}):
+        with make_tiny(folder, kvcache_block_size=16, max_model_len=asked, **options, **size) as llm:
+            [output] = llm.generate([prompt], params, use_tqdm=False)
+            lengths.append(llm.model_config.max_model_len)
+        [answer] = output.outputs
+        given = zip(
+            [*prompt[1:], *answer.token_ids], [*output.prompt_logprobs[1:], *answer.logprobs], strict=True
+        )
+        found.append([(token, each[token].logprob) for token, each in given])
+    assert found[0] == found[1] == found[2]
+    assert lengths[0] == (asked or 512) and lengths[1] < lengths[0], "the caches differ"

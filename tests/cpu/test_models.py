@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tiny_models import (
 from nanovllm import isa
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.attention.base import PrefillRanges, StepMetadata
+from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.startup import resolve_max_model_len
 from nanovllm.kernels.paged import KVCache
@@ -47,9 +49,14 @@ ROPE_TYPES: dict[str, dict[str, Any]] = {
 
 
 def load(
-    folder: Path, max_model_len: int = 128, deterministic: bool = False, fuse: bool = False
+    folder: Path,
+    max_model_len: int = 128,
+    deterministic: bool = False,
+    fuse: bool = False,
+    overrides: dict[str, Any] | None = None,
 ) -> DecoderForCausalLM:
-    config = load_model_config(folder)
+    config = load_model_config(folder, overrides=overrides)
+    config = replace(config, quant=config.quant.on(Device("cpu").capability))
     model = DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), max_model_len)
     allocate(model, WeightOptions(torch.float32, torch.device("cpu"), deterministic, fuse), config.quant)
     load_weights(model, folder)

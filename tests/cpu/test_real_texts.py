@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from test_stop_strings import check
 from test_texts import KINDS, TOKENIZERS
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from nanovllm import LLM, SamplingParams, demo_model_path
@@ -53,7 +53,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
     [root] = find_spec(package).submodule_search_locations
     if name == "llama3":
         return PreTrainedTokenizerFast(tokenizer_object=TikTokenConverter(str(Path(root, path))).converted())
-    return AutoTokenizer.from_pretrained(folder_of(Path(root, path)))
+    return load_tokenizer(folder_of(Path(root, path)))
 
 
 FOLDERS: dict[str, Path] = {}

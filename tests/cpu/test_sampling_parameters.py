@@ -297,6 +297,15 @@ def test_a_row_that_is_not_finite_ends_alone(
         check(llm.generate([good[1][0]], good[1][1], use_tqdm=False)[0], good[1][1])
 
 
+def test_min_tokens_forbids_end_of_sequence_tokens_that_are_ignored(llm: CheckedLLM) -> None:
+    wanted = {"logit_bias": {EOS: 100.0, 5: 50.0}, "temperature": 0, "max_tokens": 5, "ignore_eos": True}
+    answers = [
+        llm.generate([[3, 4]], SamplingParams(min_tokens=count, **wanted), use_tqdm=False)[0]["token_ids"]
+        for count in (0, 3, 5)
+    ]
+    assert answers == [[EOS] * 5, [5] * 3 + [EOS] * 2, [5] * 5]
+
+
 @pytest.mark.parametrize(
     ("case", "named"),
     [

@@ -171,8 +171,8 @@ def test_a_stream_of_constraints_and_bad_rows(llm: LLM) -> None:
 
 
 def test_a_constraint_that_no_text_satisfies_is_named(llm: LLM) -> None:
-    """Where that shows only at a later token; the logits are not blamed."""
-    bad = StructuredOutputsParams(grammar='start: "abab" /[^\\s\\S]/' + " " * 60 + '"c"')
+    """Where that shows only at a late token; the logits are not blamed."""
+    bad = StructuredOutputsParams(grammar="start: /[a-z]{40}/ /[^\\s\\S]/" + " " * 60 + '"c"')
     params = [SamplingParams(structured_outputs=bad, n=2, seed=1), SamplingParams(max_tokens=3)]
     answer, other = llm.generate(["a", "b"], params, use_tqdm=False)
     assert [each.finish_reason for each in answer.outputs] == ["error"] * 2 and other.error is None

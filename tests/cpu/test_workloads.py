@@ -46,6 +46,21 @@ def test_the_prefixes_are_shared_in_random_order() -> None:
     assert draw(100) == work
 
 
+def test_labels_share_their_instructions() -> None:
+    for name, shared in (("label", 200), ("label-240", 240), ("label-4000", 4000)):
+        work = SYNTHETIC[name][1](60)
+        assert (work.name, work.common, work.sharing().tokens.tolist()) == (name, shared, [shared])
+        assert all(40 <= len(prompt) - shared <= 100 for prompt in work.prompts)
+    for name, shared in (("labels", 0), ("few-shot", 300)):
+        work = SYNTHETIC[name][1](100)
+        tokens = work.sharing().tokens
+        assert work.common == shared and set(work.output_lens) == {4}
+        first = {group: work.prompts[work.groups.index(group)] for group in work.groups}
+        for group, prompt in zip(work.groups, work.prompts, strict=True):
+            assert prompt[: tokens[group]] == first[group][: tokens[group]]
+            assert 40 <= len(prompt) - tokens[group] <= 100
+
+
 @pytest.mark.parametrize(
     ("name", "size", "ids_in", "tokens_out"),
     [

@@ -21,9 +21,11 @@ from nanovllm import SamplingParams, demo_model_path
 pytest.importorskip("ray.data", reason="needs Ray Data: pip install -e '.[ray]'")
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray
 import torch
+from arrow_columns import every_type
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm.integrations.ray import OUTPUT_COLUMNS, LLMPredictor, generate
@@ -44,6 +46,13 @@ def cluster() -> Iterator[None]:
         yield
         ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def plain(value: Any) -> Any:
+    """A value of a row that Ray returns, without NumPy."""
+    if isinstance(value, (list, np.ndarray)):
+        return [plain(each) for each in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 class Killed(LLMPredictor):
@@ -124,6 +133,57 @@ def test_the_lines_of_the_readme_answer_every_row_once_in_several_runs(tmp_path:
         {name: column[index] for name, column in expected.items()} for index in range(len(rows))
     ]
     assert [answer["n"] for answer in answers if answer["error"]] == [3]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_columns_of_every_type_stay_as_they_are(tmp_path: Path) -> None:
+    """In several blocks and batches, from memory and from Parquet files."""
+    table = every_type(4).drop_columns(["string_view"])  # Ray refuses it
+    ids = pa.array([None if index % 5 == 4 else 2**53 + index for index in range(12)])
+    table = table.append_column("id", ids).append_column("prompt", pa.array(PROMPTS[:12]))
+    table = table.append_column("number", pa.array(range(12)))
+    pq.write_table(table, tmp_path / "in.parquet", row_group_size=4)
+    stored = pq.read_table(tmp_path / "in.parquet")
+    params = SamplingParams(temperature=1.5, max_tokens=6, ignore_eos=True)
+    options = {"id_column": "id", "batch_size": 5, **CPU}
+    for dataset, given in (
+        (ray.data.from_arrow([table.slice(0, 7), table.slice(7)]), table),
+        (ray.data.read_parquet(str(tmp_path / "in.parquet")), stored),
+    ):
+        answers = generate(dataset, demo_model_path(), params, **options)
+        found = pa.concat_tables(ray.get(answers.to_arrow_refs()))
+        found = found.take(pc.sort_indices(found, [("number", "ascending")]))
+        kept = found.select(given.schema.names)
+        for field in given.schema:
+            assert kept.schema.field(field.name).type == field.type
+            assert kept.column(field.name).combine_chunks() == given.column(field.name).combine_chunks()
+        alone = LLMPredictor(demo_model_path(), params, id_column="id", **CPU)
+        for index in (0, 3, 4):  # the seed of a row is that of its own id, which no other row changes
+            [tokens] = alone(table.slice(index, 1))["generated_tokens"].to_pylist()
+            assert found["generated_tokens"][index].as_py() == tokens
+        alone.llm.close()
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("batch_format", ["numpy", "pandas", "pyarrow"])
+def test_answers_are_the_same_in_every_kind_of_batch(batch_format: str) -> None:
+    rows = [{"id": index if index % 3 else None, "prompt": prompt} for index, prompt in enumerate(PROMPTS)]
+    params = SamplingParams(temperature=1.5, max_tokens=8, n=2)
+    answers = ray.data.from_items(rows, override_num_blocks=2).map_batches(
+        LLMPredictor,
+        fn_constructor_args=(demo_model_path(), params),
+        fn_constructor_kwargs={"id_column": "id", **CPU},
+        batch_size=3,
+        batch_format=batch_format,
+        compute=ray.data.ActorPoolStrategy(size=1),
+    )
+    found = {answer["prompt"]: answer for answer in answers.take_all()}
+    alone = LLMPredictor(demo_model_path(), params, id_column="id", **CPU)
+    for row in alone(pa.Table.from_pylist(rows)).to_pylist():
+        answer = found[row["prompt"]]
+        assert [*answer] == [*row] and answer["generated_text"] is not None
+        assert all(plain(answer[name]) == row[name] for name in OUTPUT_COLUMNS)
+    alone.llm.close()
 
 
 @pytest.mark.usefixtures("cluster")

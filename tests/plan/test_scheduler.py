@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 from fake_device import EOS, VOCAB, expected_output, make_loop, make_sequence, next_token, run_all
@@ -64,7 +65,7 @@ def check_any_load(draw: Any, windows: Windows | None = None) -> None:
         loop.step()
         if added and draw(st.integers(0, 9)) == 0:
             victim = draw(st.sampled_from(sorted(added)))
-            unfinished = {seq.seq_id: seq for seq in (*loop.scheduler.running, *loop.scheduler.waiting)}
+            unfinished = inside.unfinished(loop.scheduler)
             assert (victim in unfinished) != (victim in loop.finished or victim in aborted)
             loop.scheduler.abort(victim)
             if victim in unfinished:
@@ -229,6 +230,28 @@ def test_running_never_exceeds_max_num_seqs_and_order_is_kept() -> None:
         loop.step()
         assert len(loop.scheduler.running) <= 3
     assert list(loop.finished) == list(range(10))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_a_full_batch_of_last_steps_does_not_keep_the_next_one_waiting(max_tokens: int) -> None:
+    """All sequences complete in one step. The next step is planned before that one is read."""
+    loop = make_loop(max_num_seqs=4)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    for i in range(12):
+        loop.scheduler.add(make_sequence(i, [i + 1] * 3, params))
+    read = 0
+    while not loop.scheduler.is_finished():
+        queued = len(loop.scheduler.waiting)
+        batch = loop.scheduler.schedule()
+        assert batch is not None or not queued, "the device would wait"
+        launched = None if batch is None else (batch, loop.device.launch(batch))
+        launched, loop.in_flight = loop.in_flight, launched
+        if launched is not None:
+            loop.take(launched[0], launched[1].result())
+            check_scheduler(loop.scheduler)
+            read += 1
+    assert read == 3 * max_tokens
+    assert [len(loop.finished[i].completion_token_ids) for i in range(12)] == [max_tokens] * 12
 
 
 def test_admission_waits_for_several_free_slots_while_many_decode() -> None:

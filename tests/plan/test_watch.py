@@ -18,6 +18,7 @@ from multiprocessing.synchronize import Barrier
 import pytest
 
 from nanovllm.errors import WorkerError
+from nanovllm.workers import watch as watch_module
 from nanovllm.workers.watch import Failure, Watch
 
 CONTEXT = multiprocessing.get_context("spawn")
@@ -43,8 +44,8 @@ def fail_then_the_other_is_killed(pipe: Connection, rank: int) -> None:
     pipe.send("up")
     if rank == 1:
         pipe.send(Failure(rank, "failed: the other is gone", False, 0.0))
-        time.sleep(600)
-    os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave(pipe: Connection, rank: int) -> None:
@@ -82,6 +83,13 @@ def test_answers_come_in_order_from_each_worker_and_an_end_after_them_loses_none
         watch.wait_for_reply(0)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch looks at the ends of all workers, however slowly they come, before it names the cause."""
+    monkeypatch.setattr(watch_module, "_CAUSE_SECONDS", 600.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_the_first_error_counts(start: Callable) -> None:
     all_here = CONTEXT.Barrier(3)  # lives as long as this name
     watch = start(partial(fail_together, all_here), 3)
@@ -89,6 +97,7 @@ def test_the_first_error_counts(start: Callable) -> None:
         watch.wait_for_reply(0)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_signal_takes_precedence_over_an_error(start: Callable) -> None:
     watch = start(fail_then_the_other_is_killed)
     assert [watch.wait_for_reply(index) for index in range(2)] == ["up", "up"]

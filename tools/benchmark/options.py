@@ -72,7 +72,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefix-caching",
         action=argparse.BooleanOptionalAction,
-        help=f"default: only for --workload {' and '.join(SHARED)}; every run then has new ids",
+        help=f"default: only for --workload {', '.join(SHARED)}; every run then has new ids",
     )
     parser.add_argument("--repeat", type=int, default=3, help="timed runs; the result is their median")
     parser.add_argument("--progress", action="store_true")

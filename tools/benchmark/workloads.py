@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -91,7 +92,7 @@ class Workload:
     prompts: list[list[int]]
     output_lens: list[int]
     groups: tuple[int, ...] = ()  # the number of each row's group; rows of a group share a prefix
-    group_len: int = 0  # tokens of the shared prefix
+    group_lens: tuple[int, ...] = ()  # tokens of each group's prefix
 
     @property
     def tokens_in(self) -> int:
@@ -119,7 +120,7 @@ class Workload:
     def sharing(self) -> Sharing:
         """What a prefix cache can save: prefixes of groups, a prefix of all prompts, or equal prompts."""
         if self.groups:
-            return Sharing(np.array(self.groups), np.full(max(self.groups) + 1, self.group_len))
+            return Sharing(np.array(self.groups), np.array(self.group_lens))
         if self.common:
             return Sharing(np.zeros(len(self.prompts), np.int64), np.array([self.common]))
         numbers: dict[tuple[int, ...], int] = {}
@@ -193,7 +194,35 @@ def prefixes(num_seqs: int, length: int = 8192, num_ids: int = 10_001) -> Worklo
     groups = tuple(rng.randrange(20) for _ in range(num_seqs))
     prompts = [begin[g] + [rng.randrange(num_ids) for _ in range(rng.randint(32, 128))] for g in groups]
     output_lens = [rng.randint(64, 128) for _ in range(num_seqs)]
-    return Workload("prefixes", prompts, output_lens, groups, length)
+    return Workload("prefixes", prompts, output_lens, groups, (length,) * 20)
+
+
+def label(num_seqs: int, shared: int = 200, name: str = "label") -> Workload:
+    """An instruction of `shared` random ids, then 40 to 100 ids of a row's own; 4 tokens out."""
+    rng = Random(0)
+    begin = [rng.randint(0, 10000) for _ in range(shared)]
+    prompts = [begin + [rng.randint(0, 10000) for _ in range(rng.randint(40, 100))] for _ in range(num_seqs)]
+    return Workload(name, prompts, [4] * num_seqs)
+
+
+def labels(num_seqs: int) -> Workload:
+    """20 instructions of 150 to 450 random ids in random order, then 40 to 100 ids of a row's own; 4 out."""
+    rng = Random(0)
+    begin = [[rng.randint(0, 10000) for _ in range(rng.randint(150, 450))] for _ in range(20)]
+    groups = tuple(rng.randrange(20) for _ in range(num_seqs))
+    prompts = [begin[g] + [rng.randint(0, 10000) for _ in range(rng.randint(40, 100))] for g in groups]
+    return Workload("labels", prompts, [4] * num_seqs, groups, tuple(map(len, begin)))
+
+
+def few_shot(num_seqs: int) -> Workload:
+    """300 ids that all share, then one of 8 lists of examples of 200 to 600 ids in random order, then 40 to
+    100 ids of a row's own; 4 tokens out."""
+    rng = Random(0)
+    task = [rng.randint(0, 10000) for _ in range(300)]
+    shots = [task + [rng.randint(0, 10000) for _ in range(rng.randint(200, 600))] for _ in range(8)]
+    groups = tuple(rng.randrange(8) for _ in range(num_seqs))
+    prompts = [shots[g] + [rng.randint(0, 10000) for _ in range(rng.randint(40, 100))] for g in groups]
+    return Workload("few-shot", prompts, [4] * num_seqs, groups, tuple(map(len, shots)))
 
 
 def demo(num_seqs: int, model: Path) -> Workload:
@@ -221,8 +250,13 @@ SYNTHETIC: dict[str, tuple[int, Callable[[int], Workload]]] = {  # of random ids
     "prefix": (256, shared_prefix),
     "prefixes": (4096, prefixes),
     "samples": (64 * SAMPLES, samples),
+    "label": (4096, label),
+    **{f"label-{n}": (4096, partial(label, shared=n, name=f"label-{n}")) for n in (240, 370, 1000, 4000)},
+    "labels": (4096, labels),
+    "few-shot": (4096, few_shot),
 }
-SHARED = ("prefix", "prefixes", "samples")  # the workloads for the prefix cache
+# The workloads for the prefix cache: all from `prefix` on.
+SHARED = tuple(SYNTHETIC)[list(SYNTHETIC).index("prefix") :]
 
 
 def from_jsonl(

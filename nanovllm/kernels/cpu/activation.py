@@ -23,7 +23,7 @@ def _make(dtype: str, kind: str) -> Callable[..., None]:
 
     (load, store), (load_part, store_part) = v.WHOLE[dtype], v.PART[dtype]
     add, sub, mul, div, splat, minimum, maximum = v.add, v.sub, v.mul, v.div, v.splat, v.minimum, v.maximum
-    exp, erfc, rounded, size, piece = v.exp, m.erfc, v.ROUND[dtype], v.SIZES[dtype], _PIECE
+    exp, erfc, size, piece = v.exp, m.erfc, v.SIZES[dtype], _PIECE
     alpha, limit, root, cubic = (float32(each) for each in (_ALPHA, _LIMIT, _ROOT, _CUBIC))
     one, half, root_half = float32(1.0), float32(0.5), float32(0.5**0.5)
 
@@ -40,7 +40,7 @@ def _make(dtype: str, kind: str) -> Callable[..., None]:
             active = div(gate, add(splat(one), exp(mul(inner, splat(-root - root)))))
         else:
             active = div(gate, add(splat(one), exp(sub(splat(float32(0.0)), gate))))
-        return mul(rounded(active), up)
+        return mul(active, up)
 
     def silu_and_mul(
         x: Address, out: Address, x_stride: int, n: int, pieces: int, program: int, thread: int

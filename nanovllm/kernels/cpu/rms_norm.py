@@ -54,10 +54,10 @@ def _make(dtype: str, weight_dtype: str) -> Callable[..., None]:
         factor = splat(1.0 / square_root(total_of(squares) / n + eps))
         source = summed if residual else x
         for i in range(whole):
-            value = rounded(mul(load(source + 16 * size * i), factor))
+            value = mul(load(source + 16 * size * i), factor)
             store(out + 16 * size * i, mul(value, load_weight(weight + 16 * weight_size * i)))
         if rest:
-            value = rounded(mul(load_part(source + end, rest), factor))
+            value = mul(load_part(source + end, rest), factor)
             w = load_weight_part(weight + 16 * weight_size * whole, rest)
             store_part(out + end, mul(value, w), rest)
 

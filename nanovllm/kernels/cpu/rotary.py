@@ -20,7 +20,7 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
     from nanovllm.kernels.cpu import vectors as v
 
     (load, store), (load_part, store_part) = v.WHOLE[dtype], v.PART[dtype]
-    size, rounded = v.SIZES[dtype], v.ROUND[dtype]
+    size = v.SIZES[dtype]
     has_q, has_k = q_dtype != "", k_dtype != ""
     add, sub, mul, fma, splat, total_of, square_root = v.add, v.sub, v.mul, v.fma, v.splat, v.total, v.sqrt
     load_f32, store_f32, get_f32, set_f32 = v.load_f32, v.store_f32, v.get_f32, v.set_f32
@@ -50,12 +50,12 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
             factor = splat(1.0 / square_root(squares / n + eps))
             whole, rest = n // 16, n % 16
             for i in range(whole):
-                x = rounded(mul(load_f32(row + 64 * i), factor))
-                store_f32(row + 64 * i, rounded(mul(x, load_weight(weight + 16 * weight_size * i))))
+                x = mul(load_f32(row + 64 * i), factor)
+                store_f32(row + 64 * i, mul(x, load_weight(weight + 16 * weight_size * i)))
             if rest:
-                x = rounded(mul(load_f32(row + 64 * whole), factor))
+                x = mul(load_f32(row + 64 * whole), factor)
                 w = load_weight_part(weight + 16 * weight_size * whole, rest)
-                store_f32(row + 64 * whole, rounded(mul(x, w)))
+                store_f32(row + 64 * whole, mul(x, w))
 
         return norm
 
