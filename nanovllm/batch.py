@@ -36,6 +36,7 @@ class StepSize:
     seqs: int
     blocks: int  # width of a block table
     unit: int  # sequences in a group that reads a shared prefix once
+    copies: int = 0  # of cells of the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +243,9 @@ class Batch:
     sampling: SamplingColumns[np.ndarray]
     extras: Extras = NO_EXTRAS
     window_tables: np.ndarray | None = None  # as block_tables, of layers with a window, if others have none
+    # [C, 4] int32: source block, target block, first cell, number of cells. Each layer copies the K/V of
+    # these cells after it stores the step's and before any row attends. No cell is source and target.
+    copies: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -66,7 +66,7 @@ class Config:
     kvcache_block_size: tokens in a KV cache block; None takes the attention backend's default.
     num_kvcache_blocks: blocks to allocate; None allocates what fits and `max_num_seqs` sequences may need.
     kv_cache_dtype: "auto" (the model's dtype) or "fp8": half the memory and traffic, slightly less exact.
-    enable_prefix_caching: share the KV blocks of common prefixes.
+    enable_prefix_caching: compute what prompts have in common at their beginning once.
     attention_backend: "auto", "flash_attn", "triton", "cpu" or "reference".
     device: "auto", "cpu", "cuda" or "cuda:N", or a torch.device.
     dtype: "auto" (the checkpoint's dtype on a GPU; on a CPU that multiplies bfloat16 faster than float32 that

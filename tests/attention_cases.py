@@ -6,7 +6,7 @@ A check compares the Triton launcher and the torch reference with a computation 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from unittest import mock
@@ -104,6 +104,35 @@ def make_cache(contexts: Sequence[int], heads: Heads, device: str, seed: int = 0
             cells.append(write_cells(cache, slots, drawn, scale))
     lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
     return PagedCache(KVCache(k, v, k_scale, v_scale), tables.to(device), lengths, keys, values)
+
+
+def check_copy_cells(
+    copy_cells: Callable[..., None],
+    heads: Heads,
+    device: str,
+    turned: Callable[[torch.Tensor], torch.Tensor] = lambda cache: cache,
+) -> None:
+    """Any bits are copied, and no other cell changes: copies of one cell and of all but one, two from one
+    block and two to one block. turned: to the memory format of a backend."""
+    page, dtype = heads.page, heads.cache_dtype or heads.dtype
+    rng, shape = torch.Generator().manual_seed(3), (9, page, heads.kv_heads, heads.head_dim * dtype.itemsize)
+    k, v = (torch.randint(0, 256, shape, generator=rng, dtype=torch.uint8).to(device) for _ in "kv")
+    half = max(1, page // 2)
+    copies = [
+        [7, 1, 0, page - 1],
+        [7, 0, 0, 1],
+        [3, 5, 0, half],
+        [4, 5, half, page - half],
+        [2, 8, page - 1, 1],
+    ]
+    expected = [k.clone(), v.clone()]
+    for source, target, first, count in copies:
+        for cells in expected:
+            cells[target, first : first + count] = cells[source, first : first + count]
+    found = [turned(each.view(dtype)) for each in (k, v)]
+    copy_cells(*found, torch.tensor(copies, dtype=torch.int32, device=device), max(page - 1, 1))
+    for cells, own in zip(found, expected, strict=True):
+        assert cells.contiguous().view(torch.uint8).equal(own)
 
 
 def naive_attention(

@@ -126,6 +126,8 @@ class FakeDevice:
             self._spoil(where, windowed=False)
             self.tokens[where], self.positions[where] = ids, positions
         flat = np.concatenate(slots)
+        if batch.copies is not None:
+            flat = np.concatenate([flat, self._copy(batch.copies)])
         assert len(set(flat.tolist())) == len(flat), "two rows write one slot"
         seen = []
         for row, context_len in enumerate(batch.context_lens):
@@ -133,6 +135,22 @@ class FakeDevice:
             assert (self.positions[where] == np.arange(context_len)).all(), "a cell holds another position"
             seen.append(self.tokens[where].tolist())
         return seen
+
+    def _copy(self, copies: np.ndarray) -> np.ndarray:
+        """Copy cells at once, as a kernel does in any order; return the targets."""
+        cells = [np.arange(first, first + count) for _, _, first, count in copies]
+        assert all(len(each) and each[-1] < self.block_size for each in cells)
+        sources, targets = (
+            np.concatenate(
+                [block * self.block_size + each for block, each in zip(blocks, cells, strict=True)]
+            )
+            for blocks in (copies[:, 0], copies[:, 1])
+        )
+        assert not np.isin(sources, targets).any(), "a cell is source and target of copies"
+        for cells_of in (self.tokens, self.positions):
+            cells_of[targets] = cells_of[sources]
+        assert (self.tokens[targets] != POISON).all(), "a cell is copied before it is stored"
+        return targets
 
     def _attend_windows(
         self, batch: Batch, inputs: list[tuple[np.ndarray, np.ndarray]], reach: int
@@ -246,9 +264,11 @@ def make_loop(
     run_ahead: bool = True,
     lazy: bool = True,
     windows: Windows | None = None,
+    deterministic: bool = False,
 ) -> Loop:
     config = Config(
         "model",
+        deterministic=deterministic,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=caching,

@@ -191,11 +191,13 @@ def scheduler_state(scheduler: Scheduler) -> Any:
 
 
 def block_state(manager: BlockManager) -> Any:
-    """Reference count and cached content of each block, what is free, and what is cached."""
-    pool = manager.pool
-    free = {"free": pool.free_slabs, "free_parts": pool.free_parts, "by_key": manager._by_key}
+    """Reference count and cached content of each block, what is free, what is cached, and what is owned for
+    the step being planned."""
+    pool, tree = manager.pool, manager._tree
+    free = {"free": pool.free_slabs, "free_parts": pool.free_parts, "free_partial": pool._free_partial}
     refs = {"ref_counts": pool.ref_counts, "content": pool.content, "windowed": manager._windowed}
-    return SimpleNamespace(**free, **refs)
+    found = {"by_key": tree._by_key, "children": tree._children, "pinned": manager._pinned}
+    return SimpleNamespace(**free, **refs, **found, tree=tree)
 
 
 # -- one rank -----------------------------------------------------------------------------------------------

@@ -52,22 +52,37 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
     assert windowed.isdisjoint({block % manager.num_blocks for block in owners if block < first}), "two kinds"
     parts = {b for b in range(first) if not owners[b] and b % manager.num_blocks in used - windowed}
     assert set(state.free_parts) == parts, "free parts drifted"
-    for key, block in state.by_key.items():
-        content = state.content[block]
-        assert content is not None and content.key == key, f"hash entry {key} points at block {block}"
-        assert block % manager.num_blocks not in windowed, f"block {block} is cached, and overwritten"
+    assert not state.pinned, "the source of a copy is owned after its step was planned"
+    partial = {b for b in slabs if not owners[b] and state.content[b] and not state.content[b].is_full}
+    assert set(state.free_partial) == (set() if manager.two_kinds else partial), "free partial blocks drifted"
+    for key, content in state.by_key.items():
+        assert content.key == key and content.is_full
+        assert len(content.tokens) == 4 * manager.block_size, "a block that is not full has a chain id"
+    num_found = 0
+    for place, children in state.children.items():
+        several = children if isinstance(children, list) else [children]
+        assert isinstance(children, list) == (len(several) > 1), "a parent without children, or a list of one"
+        found = [content.tokens for content in several]
+        assert found == sorted(set(found)), "children are not in order, or twice"
+        num_found += len(several)
+        for content in several:
+            assert (content.parent, content.tokens[:4]) == place and content.tokens, content
+            assert state.content[content.block] is content, f"{content} is found, and its block is reused"
+            assert content.block % manager.num_blocks not in windowed, f"{content} is overwritten"
+            assert not content.is_full or state.by_key[content.key] is content, f"{content} has no key"
+            assert content.is_full or len(content.tokens) < 4 * manager.block_size, f"{content} is full"
     for chain, block in state.windowed.items():
         assert state.content[block].chain == chain and block >= first
         assert block % manager.num_blocks not in used - windowed, f"block {block} is cached, and overwritten"
     num_cached = sum(content is not None for content in state.content)
-    assert num_cached == len(state.by_key) + len(state.windowed), "a cached block cannot be found"
+    assert num_cached == num_found + len(state.windowed), "a cached block cannot be found"
     for seq, table in tables:
         assert len({block for _, block in table}) == len(table), f"{seq} owns a block twice"
         for index, block in table:
             content = state.content[block]
             if content is not None and content.tokens:  # what others find there is what this sequence stored
-                tokens = seq.token_ids[index * manager.block_size : (index + 1) * manager.block_size]
-                stored = np.frombuffer(content.tokens, np.int32).tolist()
-                assert stored == tokens, f"{seq}: block {block} is stale"
+                stored, start = np.frombuffer(content.tokens, np.int32).tolist(), index * manager.block_size
+                assert stored == seq.token_ids[start : start + len(stored)], f"{seq}: block {block} is stale"
+                assert start + len(stored) <= seq.num_computed_tokens, f"{seq}: {block} is not computed"
             if owners[block] > 1:
                 assert index < seq.num_hashed_blocks, f"{seq} may write block {block}, which others share"

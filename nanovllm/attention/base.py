@@ -80,6 +80,14 @@ class SharedPrefixes(Generic[A]):
 
 
 @dataclass(frozen=True, eq=False)
+class CellCopies(Generic[A]):
+    """Cached keys and values that each layer copies before it attends, as in `Batch.copies`."""
+
+    cells: Annotated[A, Column(np.int32, lambda n: (n.copies, 4))]
+    longest: int  # the most cells of a copy
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionColumns(Generic[A]):
     """The mapping of flat tokens to sequences and cache slots, and the blocks that sequences may read.
 
@@ -92,6 +100,7 @@ class AttentionColumns(Generic[A]):
     max_seqlen_k: int  # an upper bound of the context lengths
     prefill: PrefillRanges[A] | None = None  # None: decode, one new token for each sequence
     shared: SharedPrefixes[A] | None = None  # only in decode
+    copies: CellCopies[A] | None = None  # only in prefill; None: no prompt parts from another within a block
     # Slots and blocks of layers with a window, where they have blocks of their own.
     window_slots: Annotated[A, Column(np.int32, lambda n: (n.tokens,), NO_SLOT)] | None = None
     window_tables: Annotated[A, Column(np.int32, lambda n: (n.seqs, n.blocks), PADDING)] | None = None

@@ -17,6 +17,7 @@ from torch import nn
 from nanovllm.attention.base import AttentionBackend, StepMetadata
 from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.copy_cells import copy_cells
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.rotary import Rotation, q_norm_rope_reference, qk_norm_rope_store
 from nanovllm.layers.heads_norm import HeadsNorm
@@ -108,7 +109,7 @@ class Attention(WeightLayer):
     def forward(self, x: Normed, step: Step) -> Product:
         """x [T, hidden_size] -> a term of the stream, of the same shape.
 
-        Stores keys and values in the step's slots before any token attends.
+        Stores keys and values in the step's slots, and copies cached ones, before any token attends.
         """
         spec, eps = self.spec, self.eps
         meta = step.meta.of_windows() if self.windowed else step.meta
@@ -125,6 +126,8 @@ class Attention(WeightLayer):
         rotation = Rotation(step.positions, self.rotary.cos_sin, q_weight, k_weight, eps, *turned)
         if spec.kv_from is None:
             q = qk_norm_rope_store(q, k, v, rotation, self.cache, meta.slot_mapping)
+            if meta.copies is not None:  # of what earlier steps stored, or this one
+                copy_cells(*self.cache[:2], meta.copies.cells, meta.copies.longest)
         else:
             q = q_norm_rope_reference(q, rotation)
         attended = self.backend.forward(q, self.cache, meta, spec, self.sinks)

@@ -1,49 +1,42 @@
-"""BlockManager: which sequences own each KV cache block, and which blocks hold a prefix that can be shared.
+"""BlockManager: which sequences own each KV cache block, and which cached K/V a new sequence takes.
 
 Knows token ids and block numbers, never K/V itself. Blocks are allocated and freed at planning time, while
 launched steps may still write to them. This is safe, because the device runs steps in the order of their
-plans. So an earlier step's writes to a block land before its next owner's first write. And a block becomes
-shareable only when the step that fills it is planned, so no later step writes to it.
+plans. So an earlier step's writes to a block land before its next owner's first write. And tokens become
+findable only when the step that computes them is planned, so no later step writes to their cells.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import xxhash
+import numpy as np
 
 from nanovllm.batch import PADDING
 from nanovllm.plan.pool import BlockPool
+from nanovllm.plan.prefix_tree import ROOT, CachedBlock, PrefixTree
 from nanovllm.plan.room import Windows
 from nanovllm.plan.sequence import Sequence
 
-ROOT = 0  # the chain id of the empty prefix
+Piece = tuple[int, int, int]  # cells of a block: the block, the first cell, the number of cells
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedBlock:
-    """The content of a full block: its tokens, and its parent in the chain. Chain ids are never reused.
+class Found(NamedTuple):
+    """The cached K/V of a prompt's beginning."""
 
-    The block of the same tokens for layers with a window has only the chain id.
-    """
-
-    chain: int
-    key: int = 0
-    parent: int = -1
-    tokens: bytes = b""
-
-
-def block_key(parent: int, tokens: bytes) -> int:
-    """Hash a block's tokens, seeded with its parent's chain id (xxHash64)."""
-    return xxhash.xxh64_intdigest(tokens, seed=parent)
+    blocks: list[int]  # full blocks, to be shared; of two kinds, those of the layers without a window
+    source: int = PADDING  # a block whose first cells continue them
+    cells: int = 0  # how many, to be copied
 
 
 class BlockManager:
-    """The blocks of sequences, and a prefix cache over full blocks.
+    """The blocks of sequences, and a prefix cache.
 
-    A hit counts only if the tokens and the parent's chain id are equal, so a hash collision never shares
-    blocks. A freed block stays findable until it is reused, in least-recently-used order. In a table PADDING
-    stands for a block that has left every window and was freed.
+    Full blocks are shared, and the first cells of any cached block are copied to a new one. So a prompt is
+    computed from the token on where it parts from all that are cached. Models with windows only share.
+
+    A freed block stays findable until it is reused. In a table PADDING stands for a block that has left every
+    window and was freed.
     """
 
     def __init__(
@@ -53,9 +46,10 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         windows: Windows | None = None,
         chunk: int = 1,
+        share_outputs: bool = True,
     ) -> None:
         """num_blocks: with two kinds of layers, slabs of the `BlockPool`. chunk: most new tokens of a
-        step."""
+        step. share_outputs: the last block of a sequence that ends stays findable with its output."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -64,10 +58,13 @@ class BlockManager:
         # Whether there are layers of two kinds, each with blocks of its own; if not, whether all have windows
         self.two_kinds = windows is not None and windows.parts is not None
         self._all_windowed = windows is not None and not self.two_kinds
-        self.pool = BlockPool[_CachedBlock](num_blocks, parts, self.two_kinds, self._forget)
-        self._by_key: dict[int, int] = {}  # block_key -> block
+        self.pool = BlockPool[CachedBlock](num_blocks, parts, self.two_kinds, self._forget)
+        self._share_outputs = share_outputs
+        self._tree = PrefixTree()
         self._windowed: dict[int, int] = {}  # chain id -> block of the layers with a window, of two kinds
-        self._next_chain = ROOT + 1
+        # Of the step being planned: what is copied to each block, from where; and the owned sources.
+        self._copied: dict[int, list[Piece]] = {}
+        self._pinned: list[int] = []
         self.num_cached_tokens = 0  # total tokens that allocations found in the prefix cache
 
     @property
@@ -86,12 +83,16 @@ class BlockManager:
         room, but `extend` gives the blocks before each step of the prompt.
         """
         assert not seq.block_table
-        hits = self._find_prefix(seq) if self.pool.free_slabs else []
-        if hits and self.pool.usage == 0 and not self._fits(seq, hits, spare):
-            hits = []  # cached blocks may lie in more slabs than new ones take
-        if not self._fits(seq, hits, spare):
-            return False
-        count, pool = len(hits), self.pool
+        pool = self.pool
+        found = self._find_prefix(seq) if pool.free_slabs else Found([])
+        if not self._fits(seq, found, spare):
+            found = Found(found.blocks)  # owning the source of a copy may take the last free block
+            if found.blocks and pool.usage == 0 and not self._fits(seq, found, spare):
+                found = Found([])  # cached blocks may lie in more slabs than new ones take
+            if not self._fits(seq, found, spare):
+                return False
+        hits, source, cells = found
+        count = len(hits)
         first = self._first_kept(count * self.block_size)
         content = pool.content[hits[-1]] if hits else None
         if self._all_windowed:
@@ -104,15 +105,35 @@ class BlockManager:
         for block in hits:
             if block != PADDING:
                 pool.share(block)
+        if cells:  # owned until the step is planned, because its stores come before its copies
+            pool.share(source)
+            self._pinned.append(source)
         seq.block_table = hits
         if not self._all_windowed:
             missing = self.blocks_for(seq.num_tokens) - count
             seq.block_table = hits + [pool.take() for _ in range(missing)]
-        seq.num_computed_tokens = count * self.block_size
+        if cells:
+            self._copy(source, seq.block_table[count], cells)
+        seq.num_computed_tokens = count * self.block_size + cells
         self.num_cached_tokens += seq.num_computed_tokens
         seq.num_hashed_blocks = count
         seq.chain = content.chain if content else ROOT
         return True
+
+    def take_copies(self) -> np.ndarray | None:
+        """The copies of the step being planned, as in `Batch`; None if there are none. Call it once all its
+        sequences have their blocks."""
+        if not self._pinned:
+            return None
+        for block in self._pinned:
+            self.pool.drop(block)
+        copies = [
+            (source, target, first, cells)
+            for target, pieces in self._copied.items()
+            for source, first, cells in pieces
+        ]
+        self._pinned, self._copied = [], {}
+        return np.array(copies, np.int32)
 
     def grow(self, seq: Sequence) -> bool:
         """Add blocks for all of the sequence's tokens, and free those that have left every window. Returns
@@ -147,6 +168,8 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Free the sequence's blocks. Its last blocks are reused first, because prefixes are shared more
         often."""
+        if self._share_outputs and self.windows is None:
+            self.register(seq, rest=True)
         for table, offset in ((seq.window_table, self.pool.first_windowed), (seq.block_table, 0)):
             for block in reversed(table):
                 if block != PADDING:
@@ -156,9 +179,9 @@ class BlockManager:
         seq.num_hashed_blocks = 0
         seq.chain = ROOT
 
-    def register(self, seq: Sequence) -> None:
+    def register(self, seq: Sequence, rest: bool = False) -> None:
         """Make the sequence's full blocks findable, if their tokens are known and their K/V is computed by
-        the step being planned or an earlier one."""
+        the step being planned or an earlier one. rest: also the first cells of the block after them."""
         if not self.enable_prefix_caching:
             return
         size = self.block_size
@@ -170,16 +193,33 @@ class BlockManager:
                 seq.chain = None
                 return
             tokens = seq.token_bytes(index * size, (index + 1) * size)
-            seq.chain = self._register_block(block, seq.chain, tokens)
+            self._forget_partial(block)
+            added = self._tree.add_full(block, seq.chain, tokens)
+            if added is not None and added.block == block:
+                self.pool.content[block] = added
+            seq.chain = None if added is None else added.chain
             if self.two_kinds and seq.chain is not None:
                 self._register_windowed(seq.window_table[index], seq.chain)
             seq.num_hashed_blocks += 1
+        if rest and seq.chain is not None and self.windows is None:
+            self._register_rest(seq, seq.chain, num_full * size)
+
+    def _register_rest(self, seq: Sequence, chain: int, start: int) -> None:
+        """Make the known and computed tokens from `start` on findable, which are less than a block."""
+        end = min(len(seq.token_ids), seq.num_computed_tokens)
+        if start == end:
+            return
+        block, tokens = seq.block_table[seq.num_hashed_blocks], seq.token_bytes(start, end)
+        known = self.pool.content[block]
+        if known is None or known.tokens != tokens:
+            self._forget_partial(block)
+            self.pool.content[block] = self._tree.add_partial(block, chain, tokens)
 
     def reset(self) -> bool:
         """Empty the prefix cache and return True. While a sequence owns a block, do nothing, return False."""
         if len(self.pool.free_slabs) < self.num_blocks:
             return False
-        self._by_key.clear()
+        self._tree.clear()
         self._windowed.clear()
         self.pool.reset()
         return True
@@ -193,9 +233,10 @@ class BlockManager:
         assert content is not None, "a hit is cached"
         return content.chain
 
-    def _fits(self, seq: Sequence, hits: list[int], spare: int) -> bool:
-        """Whether `spare` blocks stay free when `seq` gets blocks for all its tokens after these hits, and at
-        the step of its prompt that needs the most."""
+    def _fits(self, seq: Sequence, found: Found, spare: int) -> bool:
+        """Whether `spare` blocks stay free when `seq` gets blocks for all its tokens after those found, and
+        at the step of its prompt that needs the most."""
+        hits = found.blocks
         needed, windowed, pool = self.blocks_for(seq.num_tokens), 0, self.pool
         missing, revived = needed - len(hits), hits
         if self.windows is not None:
@@ -208,30 +249,32 @@ class BlockManager:
             windowed = min(most, needed - first - shared)  # with the revived ones
         if self._all_windowed:
             missing, revived = 0, []
+        if found.cells:
+            revived = [*revived, found.source]
         revived = [block for block in revived if pool.ref_counts[block] == 0]
         return pool.slabs_for(missing, windowed, revived) + spare <= len(pool.free_slabs)
 
-    def _find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks of the sequence's prefix, without its last token and without tokens whose hidden
-        state is needed. Of two kinds, those of the layers without a window."""
+    def _find_prefix(self, seq: Sequence) -> Found:
+        """The cached K/V of the sequence's prefix, without its last token and without tokens whose hidden
+        state is needed."""
         if not self.enable_prefix_caching:
-            return []
+            return Found([])
         size, parent = self.block_size, ROOT
         hits: list[int] = []
         most = len(seq.token_ids) - 1
         if seq.next_wanted is not None:
             most = min(most, seq.next_wanted)
         for index in range(most // size):
-            tokens = seq.token_bytes(index * size, (index + 1) * size)
-            block = self._by_key.get(block_key(parent, tokens))
-            if block is None:
+            known = self._tree.find(parent, seq.token_bytes(index * size, (index + 1) * size))
+            if known is None:
                 break
-            content = self.pool.content[block]
-            if content is None or content.parent != parent or content.tokens != tokens:
-                break
-            hits.append(block)
-            parent = content.chain
-        return hits[: self._num_windowed(hits)] if self.two_kinds else hits
+            hits.append(known.block)
+            parent = known.chain
+        if self.windows is not None:
+            return Found(hits[: self._num_windowed(hits)] if self.two_kinds else hits)
+        start = len(hits) * size
+        nearest, cells = self._tree.nearest(parent, seq.token_bytes(start, min(most, start + size)))
+        return Found(hits) if nearest is None else Found(hits, nearest.block, cells)
 
     def _num_windowed(self, hits: list[int]) -> int:
         """The most of these leading blocks after which the layers with a window find all that they read."""
@@ -245,30 +288,35 @@ class BlockManager:
                 most = count
         return most
 
-    def _register_block(self, block: int, parent: int, tokens: bytes) -> int | None:
-        """Make `block` findable and return its chain id; if an equal block is cached, return that one's id.
-        None on a hash collision."""
-        key = block_key(parent, tokens)
-        if key in self._by_key:
-            known = self.pool.content[self._by_key[key]]
-            assert known is not None
-            return known.chain if known.parent == parent and known.tokens == tokens else None
-        content = _CachedBlock(self._next_chain, key, parent, tokens)
-        self._next_chain += 1
-        self._by_key[key] = block
-        self.pool.content[block] = content
-        return content.chain
+    def _copy(self, source: int, target: int, cells: int) -> None:
+        """Let the step being planned copy the first cells of a block. Those that it copies to `source` itself
+        come from where they are: no cell is source and target in one step."""
+        pieces, start = [], 0
+        for block, first, count in self._copied.get(source, ()):
+            if first < cells:
+                pieces.append((block, first, min(count, cells - first)))
+                start = first + count
+        if start < cells:
+            pieces.append((source, start, cells - start))
+        self._copied[target] = pieces
 
     def _register_windowed(self, block: int, chain: int) -> None:
         """Make the block of the layers with a window findable, unless it was freed or one is known."""
         number = block + self.pool.first_windowed
         if block != PADDING and chain not in self._windowed and self.pool.content[number] is None:
             self._windowed[chain] = number
-            self.pool.content[number] = _CachedBlock(chain)
+            self.pool.content[number] = CachedBlock(number, chain)
 
-    def _forget(self, content: _CachedBlock) -> None:
+    def _forget_partial(self, block: int) -> None:
+        """Forget the first cells of a block, of which more becomes findable."""
+        known = self.pool.content[block]
+        if known is not None and not known.is_full:
+            self._tree.remove(known)
+            self.pool.content[block] = None
+
+    def _forget(self, content: CachedBlock) -> None:
         """A cached block is reused."""
         if content.tokens:
-            del self._by_key[content.key]
+            self._tree.remove(content)
         else:
             del self._windowed[content.chain]

@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-C = TypeVar("C")
+
+class Content(Protocol):
+    """What is cached in a block."""
+
+    @property
+    def is_full(self) -> bool: ...
+
+
+C = TypeVar("C", bound=Content)
 
 
 class BlockPool(Generic[C]):
@@ -18,6 +26,9 @@ class BlockPool(Generic[C]):
     The memory consists of slabs. A slab holds one block of the layers with a window or `parts` blocks of the
     other layers, never both kinds at once. Block i of the others lies in slab i % num_slabs; the block with a
     window of slab i has the number i + parts * num_slabs here. With one kind of layers a slab is a block.
+
+    Free slabs are reused in this order: those in which nothing is cached, blocks of which only a part is
+    cached, the others; the last two by when they were used last.
     """
 
     def __init__(self, num_slabs: int, parts: int, two_kinds: bool, forget: Callable[[C], None]) -> None:
@@ -33,6 +44,8 @@ class BlockPool(Generic[C]):
         # Slabs without a used block, and free blocks of the other slabs; both in order of reuse.
         self.free_slabs: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slabs))
         self.free_parts: OrderedDict[int, None] = OrderedDict()
+        # Free slabs that are a block whose content is not full. There are none with two kinds of layers.
+        self._free_partial: OrderedDict[int, None] = OrderedDict()
 
     @property
     def usage(self) -> float:
@@ -53,8 +66,7 @@ class BlockPool(Generic[C]):
         if self.free_parts and not windowed:
             block, _ = self.free_parts.popitem(last=False)
         else:
-            slab, _ = self.free_slabs.popitem(last=False)
-            block = self._open(slab, windowed)
+            block = self._open(self._next_slab(), windowed)
         self._clear(block)
         self._use(block)
         return block
@@ -69,6 +81,7 @@ class BlockPool(Generic[C]):
         else:
             slab = block % self.num_slabs
             del self.free_slabs[slab]
+            self._free_partial.pop(slab, None)
             self._open(slab, block >= self.first_windowed, block)
         self._use(block)
 
@@ -79,7 +92,8 @@ class BlockPool(Generic[C]):
         assert self.ref_counts[block] >= 0
         if self.ref_counts[block]:
             return
-        slab, cached = block % self.num_slabs, self.content[block] is not None
+        content = self.content[block]
+        slab, cached = block % self.num_slabs, content is not None
         self._num_used[slab] -= 1
         if self._num_used[slab]:
             self.free_parts[block] = None
@@ -91,10 +105,25 @@ class BlockPool(Generic[C]):
                 cached = cached or self.content[part] is not None
         self.free_slabs[slab] = None
         self.free_slabs.move_to_end(slab, last=cached)
+        if content is not None and not content.is_full:
+            self._free_partial[slab] = None
 
     def reset(self) -> None:
         """Forget all content; no block is used."""
         self.content = [None] * len(self.content)
+        self._free_partial.clear()
+
+    def _next_slab(self) -> int:
+        """Take the slab to reuse out of the free ones."""
+        slab, _ = self.free_slabs.popitem(last=False)  # those without content come first
+        if self._free_partial and self.content[slab] is not None:
+            partial, _ = self._free_partial.popitem(last=False)
+            if partial != slab:
+                self.free_slabs[slab] = None
+                self.free_slabs.move_to_end(slab, last=False)
+                del self.free_slabs[partial]
+            return partial
+        return slab
 
     def _parts_of(self, slab: int) -> range:
         return range(slab, self.first_windowed, self.num_slabs)

@@ -43,9 +43,11 @@ class Scheduler:
 
     def __init__(self, config: Config, room: Room) -> None:
         caching, chunk = config.enable_prefix_caching, config.max_num_batched_tokens
-        self.block_manager = BlockManager(room.num_blocks, room.block_size, caching, room.windows, chunk)
-        # Whether the prefix cache also offers blocks that decode steps wrote, with other bits than prefill.
+        # Whether the prefix cache also offers what decode steps wrote, with other bits than prefill.
         self._share_outputs = not config.deterministic
+        self.block_manager = BlockManager(
+            room.num_blocks, room.block_size, caching, room.windows, chunk, self._share_outputs
+        )
         self.max_num_seqs = max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.room = room
@@ -219,8 +221,8 @@ class Scheduler:
             query_lens.append(query_len)
             budget -= query_len
             seq.num_computed_tokens += query_len
-            # The next row can already share it: a layer stores a row's K/V before a later row attends.
-            self.block_manager.register(seq)
+            # The next row can already take it: a layer stores and copies all rows' K/V before any attends.
+            self.block_manager.register(seq, rest=True)
             self.prefilling = seq if seq.num_computed_tokens < len(seq.token_ids) else None
         if not seqs:
             return None
@@ -238,6 +240,7 @@ class Scheduler:
             np.array(query_lens, np.int32),
             np.array([seq.num_computed_tokens for seq in seqs], np.int32),
             np.array(draws, np.int32),
+            self.block_manager.take_copies(),
         )
         self._retire(seqs)
         return batch
@@ -371,6 +374,7 @@ class Scheduler:
         query_lens: np.ndarray,
         context_lens: np.ndarray,
         draws: np.ndarray,
+        copies: np.ndarray | None = None,
     ) -> Batch:
         slots = np.array([seq.slot for seq in seqs], np.int32)
         width = int(self._table_lens[slots].max())
@@ -390,4 +394,5 @@ class Scheduler:
             sampling=self._sampling.take(slots, context_lens),
             extras=extras,
             window_tables=None if self._window_tables is None else self._window_tables[slots, :width],
+            copies=copies,
         )

@@ -3,6 +3,7 @@ device."""
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -65,7 +66,9 @@ class Sequence:
         """The known tokens [start, end) as int32."""
         if end <= self.num_prompt_tokens:
             return self.prompt_bytes[4 * start : 4 * end]
-        return _as_bytes(self.token_ids[start:end])
+        prompt = self.prompt_bytes[4 * start :]
+        own = array("i", self.token_ids[max(start, self.num_prompt_tokens) : end])
+        return prompt + own.tobytes()
 
     @property
     def num_tokens(self) -> int:

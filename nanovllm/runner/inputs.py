@@ -16,7 +16,13 @@ from typing import Annotated, Generic, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionColumns, PrefillRanges, SharedPrefixes, StepColumns
+from nanovllm.attention.base import (
+    AttentionColumns,
+    CellCopies,
+    PrefillRanges,
+    SharedPrefixes,
+    StepColumns,
+)
 from nanovllm.batch import (
     NO_SLOT,
     A,
@@ -62,12 +68,18 @@ def prepare_prefill(batch: Batch, block_size: int, in_halves: bool = False) -> S
         block_tables=batch.block_tables,
         max_seqlen_k=int(context_lens.max()),
         prefill=PrefillRanges(cu_seqlens_q, prefix_sum(context_lens), int(query_lens.max())),
+        copies=_copies(batch.copies),
         wanted_rows=wanted_rows(batch),
         halves=halves(batch, slots, window_slots) if in_halves else None,
         window_slots=window_slots,
         window_tables=near,
     )
     return _inputs(batch, rows, positions, attention)
+
+
+def _copies(cells: np.ndarray | None) -> CellCopies[np.ndarray] | None:
+    """cells [C, 4] as in `Batch`; none if there are none."""
+    return None if cells is None or not len(cells) else CellCopies(cells, int(cells[:, 3].max()))
 
 
 def prepare_decode(
@@ -164,6 +176,10 @@ def halves(
     right_half = _half(
         second, batch.context_lens[next_row:], slot_mapping[cut:], batch.block_tables[next_row:]
     )
+    if batch.copies is not None:  # in the half in which their row begins: it reads them there first
+        is_left = np.isin(batch.copies[:, 1], batch.block_tables[: row + 1])
+        left_half = replace(left_half, copies=_copies(batch.copies[is_left]))
+        right_half = replace(right_half, copies=_copies(batch.copies[~is_left]))
     near = batch.window_tables
     if near is None or window_slots is None:
         return left_half, right_half

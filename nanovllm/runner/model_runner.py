@@ -109,7 +109,8 @@ class ModelRunner:
         self.shared_unit = self.backend.shared_unit(self.spec, self.cache_dtype, device.torch)
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
         unit = 0 if self.shared_unit is None else self.shared_unit.sequences
-        self.size = StepSize(max_tokens, max_seqs, self.max_blocks, unit)  # of the largest step
+        copies = max_seqs * min(max_seqs, self.block_size)  # a row's come from a block of each earlier row
+        self.size = StepSize(max_tokens, max_seqs, self.max_blocks, unit, copies)  # of the largest step
         self.staging = Staging(device, self.size)
         self.routed = self.model.record_experts(max_tokens) if config.return_routed_experts else None
         self.ending = Ending(self.model, tp, device, max_seqs, config.logprobs_mode)

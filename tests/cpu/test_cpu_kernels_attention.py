@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Heads, fused_queries, make_cache, variant_of
+from attention_cases import Heads, check_copy_cells, fused_queries, make_cache, variant_of
 from tensors import BF16, F16, F32, assert_near, randn
 
 from nanovllm.kernels.attention_reference import (
     paged_decode_attention_reference,
     paged_prefill_attention_reference,
 )
+from nanovllm.kernels.copy_cells import copy_cells_reference
 from nanovllm.kernels.paged import PLAIN, KVCache, Variant
 from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store_reference
 
 pytest.importorskip("numba")
 
+from nanovllm.kernels.cpu.copy_cells import copy_cells
 from nanovllm.kernels.cpu.decode_attention import paged_decode_attention
 from nanovllm.kernels.cpu.prefill_attention import paged_prefill_attention
 from nanovllm.kernels.cpu.recording import Arena, Recording
@@ -112,7 +114,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_with_any_number_of_threads
         )
         decoded.append(torch.cat((decoded[0][:row], alone, decoded[0][row + 1 :])))
         first, end = bounds[row], bounds[row + 1]
-        for start in (first, end - 3):  # all new tokens, and the last three
+        for start in (first, min(first + 7, end - 3), end - 3):  # all new tokens, and the last ones
             part = torch.tensor([0, end - start], dtype=torch.int32)
             places = tables[own], part, lens[own], int(end - start)
             got = paged_prefill_attention(rows[start:end], kv, *places, 0.2, variant)
@@ -147,6 +149,17 @@ def test_a_recorded_decode_reads_the_contexts_of_each_run() -> None:
         contexts.copy_((cache.contexts - shorter).clamp(min=0))
         assert recording.replay().equal(paged_decode_attention(q, kv, *places))
     assert not recording.result.isnan().any()
+
+
+@pytest.mark.parametrize("heads", [*SHAPES, Heads(3, 3, 7, 5), Heads(1, 1, 9, 4, BF16)], ids=str)
+def test_copies_of_cells(heads: Heads) -> None:
+    """Also of heads that are no whole vectors, and of an odd number of 2-byte elements."""
+    for turn in (heads_first, torch.clone):
+        for threads in (1, 3):
+            token = num_threads.set(threads)
+            check_copy_cells(copy_cells, heads, "cpu", turn)
+            num_threads.reset(token)
+        check_copy_cells(copy_cells_reference, heads, "cpu", turn)
 
 
 def fused(tokens: int, heads: Heads) -> tuple[torch.Tensor, ...]:

@@ -40,12 +40,13 @@ from nanovllm.runner.shared_prefixes import no_shared_prefixes
 
 BLOCK = 4
 UNIT = SharedUnit(3, 8)
-LARGEST = StepSize(tokens=60, seqs=6, blocks=8, unit=UNIT.sequences)
+LARGEST = StepSize(tokens=60, seqs=6, blocks=8, unit=UNIT.sequences, copies=6)
 
 
 @st.composite
 def batches(draw: st.DrawFn, kind: StepKind) -> Batch:
-    """Batches of up to 6 sequences. In prefill each has 1 to 10 new tokens, and up to 32 with cached ones."""
+    """Batches of up to 6 sequences. In prefill each has 1 to 10 new tokens, and up to 32 with cached ones; of
+    these the last, partial block may be copied."""
     count = draw(st.integers(1, LARGEST.seqs))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     query_lens = rng.integers(1, 11, count) if kind is StepKind.PREFILL else np.ones(count)
@@ -58,6 +59,12 @@ def batches(draw: st.DrawFn, kind: StepKind) -> Batch:
     if draw(st.booleans()):
         filters = replace(sampling.filters, top_p=one)
         sampling = replace(sampling, temperature=one, seeds=rng.integers(0, 9, count), filters=filters)
+    starts = context_lens - query_lens
+    copies = [
+        (2000 + row, tables[row, start // BLOCK], 0, start % BLOCK)
+        for row, start in enumerate(starts.astype(int).tolist())
+        if start % BLOCK and kind is StepKind.PREFILL and rng.random() < 0.7
+    ]
     return Batch(
         kind=kind,
         seq_ids=tuple(range(count)),
@@ -68,6 +75,7 @@ def batches(draw: st.DrawFn, kind: StepKind) -> Batch:
         block_tables=tables.astype(np.int32),
         draws=rng.integers(0, 2, count, dtype=np.int32),
         sampling=replace(sampling, positions=context_lens.astype(np.int32)),
+        copies=np.array(copies, np.int32) if copies else None,
     )
 
 
@@ -130,6 +138,13 @@ def test_halves_together_equal_the_batch(batch: Batch) -> None:
         assert windowed.slot_mapping.tolist() == (half.slot_mapping + 100 * BLOCK).tolist()
         assert windowed.block_tables.tolist() == (half.block_tables + 100).tolist()
         assert windowed.context_lens is half.context_lens and windowed.prefill is half.prefill
+    copied = [[] if half.copies is None else half.copies.cells.tolist() for half in parts]
+    assert [*copied[0], *copied[1]] == ([] if batch.copies is None else batch.copies.tolist())
+    first_half = parts[0].block_tables[parts[0].block_tables != PADDING].tolist()
+    assert all(target in first_half for _, target, *_ in copied[0]), "a row begins in the other half"
+    assert not any(target in first_half for _, target, *_ in copied[1]), "a row has begun in the first half"
+    longest = [0 if half.copies is None else half.copies.longest for half in parts]
+    assert longest == [max((cells for *_, cells in each), default=0) for each in copied]
     assert np.array_equal(np.concatenate([half.slot_mapping for half in parts]), whole.slot_mapping)
     assert len(parts[0].slot_mapping) == len(batch.token_ids) // 2
     cells = []
@@ -195,6 +210,7 @@ def test_a_graph_finds_its_inputs_where_it_was_captured(batch: Batch, share: boo
         seqs=st.integers(1, 300),
         blocks=st.integers(1, 40),
         unit=st.integers(0, 64),
+        copies=st.integers(0, 50),
     )
 )
 def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
@@ -215,6 +231,7 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
         draws=np.ones(count, np.int32),
         sampling=greedy(count),
         window_tables=np.ones((count, 1), np.int32),
+        copies=np.array([[2, 1, 0, 1]], np.int32),
     )
     inputs = prepare_prefill(batch, BLOCK, in_halves=True)
     inputs = replace(inputs, attention=replace(inputs.attention, shared=no_shared_prefixes(count, UNIT)))

@@ -18,6 +18,7 @@ from tensors import BF16, F16, F32, FP8
 from nanovllm.batch import EMPTY_BATCH, PADDING, greedy, map_columns
 from nanovllm.kernels import decode_attention, matmul, paged, sampling
 from nanovllm.kernels.compat import INTERPRET
+from nanovllm.kernels.copy_cells import copy_cells_reference, copy_cells_triton
 from nanovllm.kernels.decode_attention import CHUNK, SHARED_CHUNK, SharedUnit
 from nanovllm.kernels.prefill_attention import SHORT, WIDE, Tiles
 from nanovllm.kernels.sampling import sample, sample_reference
@@ -227,6 +228,12 @@ def test_fp8_pairs() -> None:
 def test_store(tokens: int, heads: Heads) -> None:
     layer_cases.check_store(tokens, heads, CPU)
     layer_cases.check_store(tokens, heads, CPU, fp8=True)
+
+
+@pytest.mark.parametrize("heads", SHAPES + FP8_SHAPES, ids=str)
+def test_copies_of_cells(heads: Heads) -> None:
+    for copy_cells in (copy_cells_triton, copy_cells_reference):
+        attention_cases.check_copy_cells(copy_cells, heads, CPU)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 97, 256, 1000])

@@ -14,6 +14,7 @@ from needs import needs_kv_cache_dtype
 from tensors import BF16, F16, F32, FP8, assert_near, randn
 
 from nanovllm.kernels.attention_reference import paged_decode_attention_reference
+from nanovllm.kernels.copy_cells import copy_cells_reference, copy_cells_triton
 from nanovllm.kernels.decode_attention import paged_decode_attention_triton
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.prefill_attention import LONG, SHORT, WIDE
@@ -54,6 +55,12 @@ MIXED = [1, 15, 16, 17, 0, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1024, 10
 @pytest.mark.parametrize("heads", ATTENTION_SHAPES, ids=str)
 def test_decode(heads: Heads) -> None:
     attention_cases.check_decode(MIXED, heads, GPU)
+
+
+@pytest.mark.parametrize("heads", ATTENTION_SHAPES, ids=str)
+def test_copies_of_cells(heads: Heads) -> None:
+    for copy_cells in (copy_cells_triton, copy_cells_reference):
+        attention_cases.check_copy_cells(copy_cells, heads, GPU)
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 17, 97, 256])

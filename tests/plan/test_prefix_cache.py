@@ -7,7 +7,7 @@ from fake_device import Handle, make_loop, make_sequence, run_all
 from invariants import check_scheduler
 
 from nanovllm.batch import Batch, StepKind
-from nanovllm.plan import block_manager as block_manager_module
+from nanovllm.plan import prefix_tree
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -18,7 +18,7 @@ def test_full_prefix_hit_still_computes_a_token(length: int) -> None:
     first = run_all(loop, [prompt], [params])
     assert run_all(loop, [prompt], [params]) == first
     hit = loop.finished[1].num_cached_tokens
-    assert hit == (length - 1) // 4 * 4
+    assert hit == length - 1
 
 
 def test_identical_prompts_in_one_batch() -> None:
@@ -85,7 +85,7 @@ def test_least_recently_used_blocks_are_reused_first() -> None:
 
 
 def test_hash_collisions_never_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_manager_module, "block_key", lambda parent, tokens: 7)
+    monkeypatch.setattr(prefix_tree, "block_key", lambda parent, tokens: 7)
     loop = make_loop()
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     run_all(loop, [[i] * 9 for i in range(1, 9)], [params] * 8)
@@ -96,9 +96,9 @@ def test_nothing_is_shared_behind_a_collision(monkeypatch: pytest.MonkeyPatch) -
     """The first blocks collide, the second ones do not. The loser's second block must not follow the winner's
     first.
     """
-    original = block_manager_module.block_key
+    original = prefix_tree.block_key
     monkeypatch.setattr(
-        block_manager_module, "block_key", lambda parent, tokens: original(parent, tokens if parent else b"")
+        prefix_tree, "block_key", lambda parent, tokens: original(parent, tokens if parent else b"")
     )
     loop = make_loop()
     params = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -124,14 +124,14 @@ def test_a_block_after_another_parent_is_no_hit() -> None:
     """Equal tokens after a different prefix, with a hash that ignores the parent: the chain id decides."""
     loop = make_loop()
     params = SamplingParams(max_tokens=1)
-    original = block_manager_module.block_key
-    block_manager_module.block_key = lambda parent, tokens: original(0, tokens)
+    original = prefix_tree.block_key
+    prefix_tree.block_key = lambda parent, tokens: original(0, tokens)
     try:
         run_all(loop, [[1] * 4 + [9] * 4 + [5]], [params])
         run_all(loop, [[2] * 4 + [9] * 4 + [5]], [params])
         run_all(loop, [[9] * 4 + [5]], [params])
     finally:
-        block_manager_module.block_key = original
+        prefix_tree.block_key = original
     assert [loop.finished[i].num_cached_tokens for i in range(3)] == [0, 0, 0]
 
 
@@ -145,4 +145,4 @@ def test_abort_between_chunks_shares_only_what_was_computed() -> None:
     check_scheduler(loop.scheduler)
     loop.finished[0] = None
     run_all(loop, [prompt], [params])
-    assert loop.finished[1].num_cached_tokens == 4  # the one full block of the six computed tokens
+    assert loop.finished[1].num_cached_tokens == 6  # a full block, and two cells
