@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _code(args, signals)
         signals.hold()
         if signals.seen:
-            _leave(code)
+            leave(code)
         return code
 
 
@@ -100,7 +100,7 @@ def _code(args: argparse.Namespace, signals: Signals) -> int:
     return code
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """End this process and its children at once. Python's own exit may wait for an engine whose close was
     interrupted, and a further signal would change the code."""
     for child in multiprocessing.active_children():

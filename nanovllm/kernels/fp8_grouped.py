@@ -15,7 +15,6 @@ from nanovllm.kernels.activation import gated, silu_and_mul_reference
 from nanovllm.kernels.compat import INTERPRETED, await_inputs, jit, multiprocessors, pdl_options, tl
 from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles
 from nanovllm.kernels.fp8 import (
-    GROUP,
     Fp8Rows,
     group_of,
     quantise_rows_reference,

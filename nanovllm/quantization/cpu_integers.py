@@ -193,8 +193,8 @@ class IntegerConfig(QuantConfig):
     @property
     def note(self) -> str | None:
         return (
-            f"weights become integers of {FORMATS[self.format].bits} bits as they are loaded; {ROUNDED} (exact, "
-            "and slower: leave quantization out, with dtype='float32')"
+            f"weights become integers of {FORMATS[self.format].bits} bits as they are loaded; {ROUNDED} "
+            "(exact, and slower: leave quantization out, with dtype='float32')"
         )
 
 

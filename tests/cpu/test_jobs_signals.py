@@ -192,7 +192,7 @@ def test_an_interrupted_load_is_no_refusal(
     assert run(source, "-o", out, make_llm=interrupted_library) == 130
     assert '"state": "stopped by Ctrl-C' in (tmp_path / "out.jsonl.job.json").read_text()
     codes: list[int] = []
-    monkeypatch.setattr(program, "_leave", codes.append)
+    monkeypatch.setattr(program, "leave", codes.append)
     monkeypatch.setattr("nanovllm.jobs.run.find_model", interrupted_library)
     program.main(["run", str(source), "-o", str(out), "--model", jobs.demo_model_path()])
     assert codes == [130] and "shape of a tensor" not in capsys.readouterr().err

@@ -56,8 +56,8 @@ FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class IntWeight:
-    """data [blocks, bytes] uint8. A block is 16 outputs: first the codes of all groups, then for each group its
-    numbers, float16, and the sum of its codes minus 32 times the middle, int16, which products need.
+    """data [blocks, bytes] uint8. A block is 16 outputs: first the codes of all groups, then for each group
+    its numbers, float16, and the sum of its codes minus 32 times the middle, int16, which products need.
 
     Codes of a group are [quads, 16 outputs, 4 inputs] bytes. With 4 bits, byte i of an output has the code of
     input i in its lower and that of input 16 + i in its upper half, as in GGUF.

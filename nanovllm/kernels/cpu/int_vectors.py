@@ -268,7 +268,7 @@ def _group_sums(b: Any, format: IntFormat, weight: Any, rows: list[Any], starts:
 def _emit_tile(
     b: Any, format: IntFormat, x: Any, rows: int, weight: Any, ahead: Any, groups: Any
 ) -> list[Any]:
-    """The product of each of so many rows, whose records begin at x, with 16 outputs, groups in order: float32."""
+    """The product of each of so many rows, whose records begin at x, with 16 outputs, in order of groups."""
     size, codes, numbers = _record(format), LANES * format.code_bytes, LANES * format.number_bytes
     totals = [cgutils.alloca_once(b, _VF) for _ in range(rows)]
     for total in totals:
@@ -309,8 +309,8 @@ def _emit_tile(
 
 
 def tile(name: str, rows: int) -> Any:
-    """(first record of x, a block of 16 outputs, ahead, groups) -> where `sum_of` finds the products of `rows`
-    rows of a tile, [rows, 16]. With several rows, `AHEAD_OF_GROUP` bytes for each group from `ahead`
+    """(first record of x, a block of 16 outputs, ahead, groups) -> where `sum_of` finds the products of
+    `rows` rows of a tile, [rows, 16]. With several rows, `AHEAD_OF_GROUP` bytes for each group from `ahead`
     on come into the cache meanwhile, unless it is 0."""
     format = FORMATS[name]
 

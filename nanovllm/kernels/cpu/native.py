@@ -26,7 +26,10 @@ from nanovllm.kernels.cpu.checking import CHECK_SYMBOL, CHECKED, check_code
 logger = logging.getLogger("nanovllm")
 
 CACHE_VARIABLE = "NANOVLLM_CACHE_DIR"
-_TARGETS = dict(avx512_bf16="sapphirerapids", avx512="skylake-avx512", avx2="haswell", generic="generic")
+_TARGETS = {
+    **{"avx512_bf16": "sapphirerapids", "avx512": "skylake-avx512"},
+    **{"avx2": "haswell", "generic": "generic"},
+}
 _lock = RLock()  # LLVM compiles in one thread at a time, and no process forks meanwhile
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _DIGEST = 32  # bytes at the start of a file
