@@ -60,6 +60,8 @@ class Forms:
         return [self._fitted(message) for message in conversation]
 
     def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(message.get("content"), (str, list, type(None))):
+            return dict(message)  # no form of OpenAI's, and the template's own matter
         given = _form_of(message)
         return _written(message, self._form(str(message["role"]), given))
 
