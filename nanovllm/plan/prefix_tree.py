@@ -78,8 +78,9 @@ class PrefixTree:
             return children, num_common(children.tokens, tokens)
         place = bisect_left(children, tokens, key=_tokens_of)
         near = children[max(place - 1, 0) : place + 1]
-        best = max(near, key=lambda child: num_common(child.tokens, tokens))
-        return best, num_common(best.tokens, tokens)
+        counts = [num_common(child.tokens, tokens) for child in near]
+        most = max(counts)
+        return near[counts.index(most)], most
 
     def add_full(self, block: int, parent: int, tokens: bytes) -> CachedBlock | None:
         """Make a full block findable; return it, or an equal one that is known. None on a hash collision."""
@@ -96,6 +97,15 @@ class PrefixTree:
         """Make the first cells of a block findable; None if another block begins with all these tokens."""
         added = CachedBlock(block, NO_CHAIN, parent, tokens)
         return added if self._insert(added) else None
+
+    def extend(self, cached: CachedBlock, tokens: bytes) -> CachedBlock | None:
+        """Make more cells of a partial block findable, as `add_partial`. tokens: all of the block."""
+        place = cached.parent, tokens[:TOKEN_BYTES]
+        if self._children[place] is cached:
+            added = self._children[place] = cached._replace(tokens=tokens)
+            return added
+        self.remove(cached)
+        return self.add_partial(cached.block, cached.parent, tokens)
 
     def remove(self, cached: CachedBlock) -> None:
         """Forget a block, whose cells will hold something else."""
