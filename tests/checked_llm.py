@@ -51,7 +51,7 @@ class CheckedLLM(inside.AroundSteps, LLM):
         self.sequences: list[Sequence] = []
 
     def around_step(self, step: Callable[[], Stepped]) -> Stepped:
-        unfinished = inside.unfinished(inside.scheduler(self)).values()
+        unfinished = inside.scheduler_state(inside.scheduler(self)).unfinished.values()
         stepped = step()
         check_scheduler(inside.scheduler(self))
         if stepped.stats is not None:

@@ -234,7 +234,7 @@ class Loop:
 
     def take(self, batch: Batch, output: StepOutput) -> None:
         """Take in the tokens of a step; check the events against the sequences."""
-        unfinished = inside.unfinished(self.scheduler)
+        unfinished = inside.scheduler_state(self.scheduler).unfinished
         events = self.scheduler.postprocess(batch, output)
         for seq_id, token_id in zip(events.seq_ids, events.token_ids, strict=True):
             self.tokens[seq_id].append(token_id)

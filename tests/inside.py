@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from nanovllm.models.decoder import DecoderForCausalLM
     from nanovllm.plan.block_manager import BlockManager
     from nanovllm.plan.scheduler import Scheduler
-    from nanovllm.plan.sequence import Sequence
     from nanovllm.replicas.pool import Pool
     from nanovllm.replicas.router import Router
     from nanovllm.runner.cuda_graph import CUDAGraphs
@@ -179,15 +178,10 @@ def waiting_hashes(router: Router) -> dict[int, Any]:
 # -- plan ---------------------------------------------------------------------------------------------------
 
 
-def unfinished(scheduler: Scheduler) -> dict[int, Sequence]:
-    """By id, all sequences that have not ended, whatever their state."""
-    return dict(scheduler._unfinished)
-
-
 def scheduler_state(scheduler: Scheduler) -> Any:
     """The free slots, the unfinished sequences by id, and the block tables of each slot."""
     tables = {"block_tables": scheduler._block_tables, "window_tables": scheduler._window_tables}
-    return SimpleNamespace(free_slots=scheduler._free_slots, unfinished=scheduler._unfinished, **tables)
+    return SimpleNamespace(free_slots=scheduler._free_slots, unfinished=dict(scheduler._unfinished), **tables)
 
 
 def block_state(manager: BlockManager) -> Any:

@@ -56,6 +56,7 @@ PACKAGE = ROOT / "nanovllm"
 DOCS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "findings/README.md",
 ]
 README = DOCS[0].read_text()
 OPTIONS = (ROOT / "docs/options.md").read_text()

@@ -24,7 +24,7 @@ else:  # pytest brings it
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = (".ci", "docs", "nanovllm", "tests", "tools")
+FOLDERS = (".ci", "docs", "findings", "nanovllm", "tests", "tools")
 FILES = ("LICENSE", "MANIFEST.in", "README.md", "bench.py", "example.py", "pyproject.toml")
 JUNK = shutil.ignore_patterns("__pycache__", ".*_cache")
 

@@ -70,20 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _code(args, signals)
         signals.hold()
         if signals.seen:
-            _leave(code)
+            leave(code)
         return code
-
-
-def program() -> NoReturn:
-    """The program of this process: run its command line, and end with the exit code."""
-    with caught_signals() as signals:
-        try:
-            code = main()
-        except KeyboardInterrupt:
-            code = signals.end[0]
-        finally:
-            signals.ignore()
-    sys.exit(code)
 
 
 def _code(args: argparse.Namespace, signals: Signals) -> int:
@@ -94,6 +82,8 @@ def _code(args: argparse.Namespace, signals: Signals) -> int:
         code: int = getattr(module, args.command)(args)
         sys.stdout.flush()
     except JobRefusedError as error:
+        if signals.seen:  # a library that is interrupted may raise anything
+            return signals.end[0]
         print(f"nanovllm {args.command}: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
@@ -102,7 +92,7 @@ def _code(args: argparse.Namespace, signals: Signals) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at exit is silent
         return READER_LEFT
     except Exception:  # Python's own exit code, 1, has another meaning
-        if signals.seen:  # an import that is interrupted may raise anything
+        if signals.seen:
             return signals.end[0]
         with suppress(OSError):
             traceback.print_exc()
@@ -110,7 +100,7 @@ def _code(args: argparse.Namespace, signals: Signals) -> int:
     return code
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """End this process and its children at once. Python's own exit may wait for an engine whose close was
     interrupted, and a further signal would change the code."""
     for child in multiprocessing.active_children():

@@ -127,7 +127,7 @@ def _run(runner: JobRunner, journal: Journal, answer: Callable[[], None]) -> int
     with suppress(OSError):  # on a full disk the journal still says that the job runs
         rows = {"rows": len(output.finished), "error_rows": output.num_errors}
         journal.update(state=state, pid=None, **rows)
-    if isinstance(error, JobRefusedError):
+    if isinstance(error, JobRefusedError) and not signals.seen:
         raise error
     _say(f"{output_name(args)}: {state}. {_summary(progress, runner.num_rows)}")
     return code
@@ -137,15 +137,16 @@ def _end(error: BaseException | None, signals: Signals, progress: JobProgress) -
     """The exit code and the state of a job that ended with this error."""
     if error is None:
         return errors.ERROR_ROWS if progress.errors else errors.ANSWERED, "finished"
-    if isinstance(error, JobRefusedError):
-        return errors.REFUSED, "refused"
     if isinstance(error, JobFailedError):
         return error.code, f"{'failed' if error.code == errors.FAILED else 'stopped'}: {error}"
     if isinstance(error, BrokenPipeError):
         return errors.READER_LEFT, "stopped, because the reader of standard output left"
-    if signals.seen or isinstance(error, KeyboardInterrupt):  # the signal may give another error: of a worker
+    # A signal may give another error: of a worker, or of a library in C that it interrupts.
+    if signals.seen or isinstance(error, KeyboardInterrupt):
         code, name = signals.end
         return code, f"stopped by {name}{_RESUMES}"
+    if isinstance(error, JobRefusedError):
+        return errors.REFUSED, "refused"
     if not isinstance(error, NanoVLLMError):  # its message is complete
         with suppress(OSError):
             traceback.print_exception(error)

@@ -6,6 +6,9 @@ such tokens by their text; so does this table.
 
 from __future__ import annotations
 
+import numpy as np
+
+from nanovllm.bpe import CONTROL
 from nanovllm.models.gguf_file import GGUFFile
 
 _KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -20,7 +23,6 @@ TURN_ENDS = frozenset(
 _TEXT_ENDS = frozenset(["<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"])
 # Texts that may stand in an answer: only control tokens.
 _CONTROL_ENDS = frozenset(["</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["])
-_CONTROL = 3  # in tokenizer.ggml.token_type
 # Between an analysis and the answer stands <|end|> where these others end a turn.
 _WITHIN_TURNS = "<|end|>"
 _OTHERS = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
@@ -39,7 +41,7 @@ def ends(file: GGUFFile) -> list[int]:
     types = file.metadata.get("tokenizer.ggml.token_type")
     found: dict[str, int] = {}
     for index, token in enumerate(file.strings("tokenizer.ggml.tokens")):
-        is_control = types is not None and index < len(types) and types[index] == _CONTROL
+        is_control = isinstance(types, np.ndarray) and index < len(types) and types[index] == CONTROL
         if token in TURN_ENDS or token in _TEXT_ENDS or (is_control and token in _CONTROL_ENDS):
             found[token] = index
     if any(each <= found.keys() for each in _OTHERS):

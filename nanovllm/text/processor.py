@@ -19,9 +19,10 @@ from nanovllm.sampling_params import GuardedProcessors, SamplingParams
 from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer, StopSearch, StopStrings
 from nanovllm.text.ends import with_written_end
 from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
-from nanovllm.text.prompts import Prompt, Request, pack_token_ids
+from nanovllm.text.prompts import Prompt, Request
 from nanovllm.text.structured import Constraint, GrammarCompiler
 from nanovllm.text.templates import TemplateProcess
+from nanovllm.text.token_ids import pack_token_ids
 from nanovllm.text.tokenizer import LeastTokens, bad_word_ids, encode, num_bytes
 
 if TYPE_CHECKING:

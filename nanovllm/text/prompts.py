@@ -8,7 +8,6 @@ Reads no further than requested. Knows nothing of tokenizers or devices: a strin
 from __future__ import annotations
 
 import pickle
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from nanovllm.inputs import PromptLike
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import show as show_value
 from nanovllm.text.structured import Constraint
+from nanovllm.text.token_ids import packed_ints
 from nanovllm.vllm_arguments import PROMPT, refuse_absent
 
 _NUMBERS = (int, float, np.number)  # elements of a list that is one prompt
@@ -104,26 +104,6 @@ def check_text(text: str, where: str) -> None:
             f"{where} has a lone surrogate, {text[error.start]!r}, at position {error.start}, which is no "
             "character; repair it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
         ) from None
-
-
-def pack_token_ids(
-    token_ids: list[int], vocab_size: int, where: str, ordered: bool = True, packed: bytes | None = None
-) -> bytes:
-    """Return the ids as int32 bytes. ValueError if one is not in the vocabulary, with its position if the ids
-    are `ordered`. packed: these bytes, if they are known."""
-    try:
-        if packed is None:
-            packed = struct.pack(f"={len(token_ids)}i", *token_ids)  # three times as fast as np.array(list)
-        known = not token_ids or np.frombuffer(packed, np.uint32).max() < vocab_size  # negative: above 2**31
-    except struct.error:  # an id does not fit into int32
-        known = False
-    if not known:
-        position, bad = next((i, id_) for i, id_ in enumerate(token_ids) if not 0 <= id_ < vocab_size)
-        at = f" at position {position}" if ordered else ""
-        raise ValueError(
-            f"{where}: token id {show_value(bad)}{at} is outside the vocabulary (0 to {vocab_size - 1})"
-        )
-    return packed
 
 
 def parse_sampling_params(
@@ -254,7 +234,7 @@ def _with_ids(text: str | None, value: Any, where: str) -> Prompt:
     ids = to_list(value, f"{where} must be a string, a list of token ids or a dictionary")
     if not ids:
         raise ValueError(f"{where} is empty; a prompt needs at least one token")
-    if (packed := _packed_ints(ids)) is not None:  # nearly always, and ten times as fast as the loop below
+    if (packed := packed_ints(ids)) is not None:  # nearly always, and ten times as fast as the loop below
         return Prompt(text, ids, packed=packed)
     for position, token_id in enumerate(ids):
         if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
@@ -262,20 +242,6 @@ def _with_ids(text: str | None, value: Any, where: str) -> Prompt:
                 f"{where}: token id at position {position} must be an integer, not {show(token_id)}"
             )
     return Prompt(text, [int(token_id) for token_id in ids])
-
-
-def _packed_ints(ids: list[Any]) -> bytes | None:
-    """The ids as int32 bytes; None unless all are of the type int and fit. Looks at no single id: packing
-    refuses what is no integer, an integer of another library makes the sum one, and True and False pack to 1
-    and 0."""
-    try:
-        packed = struct.pack(f"={len(ids)}i", *ids)
-        if type(sum(ids)) is not int:
-            return None
-    except (struct.error, TypeError):
-        return None
-    has_bool = np.frombuffer(packed, np.int32).min() <= 1 and bool in set(map(type, ids))
-    return None if has_bool else packed
 
 
 def portions(parts: list[_Part], most: int, size: Callable[[_Part], int]) -> Iterator[list[_Part]]:
@@ -404,5 +370,5 @@ class Request:
     def next_wanted(self) -> int | None:
         """The first prompt position whose hidden state is needed, to score the next token or for pooling."""
         if self.pooling is not None:
-            return 0 if self.pooling == "mean" else len(self.prompt_token_ids) - 1
+            return {"mean": 0, "last": len(self.prompt_token_ids) - 1}[self.pooling]
         return None if self.first_scored is None else self.first_scored - 1

@@ -133,7 +133,7 @@ class GrammarCompiler:
             raise ValueError(f"{name}: {first.get_error().strip()}")
         if probe.is_error():
             raise ValueError(f"{name}: no text satisfies {text}, for no token may come first")
-        if params.grammar is None or self._endless_rule(params.grammar) is None:
+        if params.regex is not None or (params.grammar and self._endless_rule(params.grammar) is None):
             self._try(first, f"{name}: {text}")
         if params.grammar is not None and (rule := self._endless_rule(params.grammar)) is not None:
             raise ValueError(
@@ -195,7 +195,7 @@ class GrammarCompiler:
             here = matcher.deep_copy()
             if here.consume_tokens(self._tokens.tokenize_bytes(prefix)):
                 for token_id in _allowed(here):
-                    text = prefix + self._tokens.decode_bytes([token_id])
+                    text = prefix + self._tokens.decode_bytes([int(token_id)])
                     if not any(each.startswith(text) for each in quoted.values()):
                         return None
         return [
@@ -214,16 +214,16 @@ class GrammarCompiler:
             if forced:
                 here.consume_tokens(self._tokens.tokenize_bytes(forced))
                 text += forced
-            may = [] if here.is_stopped() else _allowed(here)
+            may = np.empty(0, int) if here.is_stopped() else _allowed(here)
             if here.is_error() or (not len(may) and not here.is_stopped()):
                 why = here.get_error().split("\n")[0] if here.is_error() else "NoExtension"
                 why = "no token may follow" if "NoExtension" in why else f"llguidance fails: {why}"
                 shown = text.decode("utf-8", "replace")
                 raise ValueError(f"{named} cannot be followed after {shown!r}: {why}; make it simpler")
-            may = [token_id for token_id in may if token_id != self._tokens.eos_token]
-            if not may:
+            may = may[may != self._tokens.eos_token]
+            if not len(may):
                 return
-            token_id = int(rng.choice(may))
+            token_id = int(may[rng.randrange(len(may))])
             text += self._tokens.decode_bytes([token_id])
             here.consume_token(token_id)
 
@@ -262,10 +262,10 @@ class GrammarCompiler:
         return str(StructTag.to_grammar(tags))
 
 
-def _allowed(matcher: LLMatcher) -> list[int]:
+def _allowed(matcher: LLMatcher) -> np.ndarray:
     """The tokens that may follow."""
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-    return [int(token_id) for token_id in np.flatnonzero(bits)]
+    return np.flatnonzero(bits)
 
 
 # -- grammars without an end --------------------------------------------------------------------------------

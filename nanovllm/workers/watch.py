@@ -26,7 +26,7 @@ from nanovllm.errors import WorkerError
 POLL_SECONDS = 0.05  # how often rank 0 checks for failures while it waits for workers
 KILLED_SECONDS = 10.0  # time for killed workers to end
 LOOK_SECONDS = 1.0  # how often the thread compares the time without progress with its limit
-_CAUSE_SECONDS = 0.3  # after the first sign of a failure, wait this long for an earlier or clearer cause
+CAUSE_SECONDS = 0.3  # after the first sign of a failure, wait this long for an earlier or clearer cause
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Watch:
                 if failure is not None:
                     failures.append(failure)
             if failures and deadline is None and not self.stopping:
-                deadline = monotonic() + _CAUSE_SECONDS
+                deadline = monotonic() + CAUSE_SECONDS
         if failures and not self.stopping:
             self.failure = min(failures, key=lambda failure: (not failure.by_signal, failure.time))
             self.kill()

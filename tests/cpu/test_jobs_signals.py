@@ -25,8 +25,10 @@ from jobs import FakeLLM, Lent, files, read_rows, rows_of, run, watched, write_r
 from killed_jobs import FORKED, fork_server
 
 from nanovllm import LLM
+from nanovllm.__main__ import program as as_process
 from nanovllm.batch import EMPTY_BATCH
 from nanovllm.engine.stats import StepStats
+from nanovllm.errors import ModelLoadError
 from nanovllm.jobs import main as program
 from nanovllm.jobs.errors import caught_signals
 from nanovllm.workers.worker import leave
@@ -176,6 +178,26 @@ def test_ctrl_c_in_a_callback_ends_the_job(
     assert [row["index"] for row in read_rows(out)] == list(range(300))
 
 
+def interrupted_library(*args: object, **options: object) -> Any:
+    """A library in C that makes another error of an interrupt."""
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(INT)
+    raise ModelLoadError("could not determine the shape of a tensor")
+
+
+def test_an_interrupted_load_is_no_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = write_rows(tmp_path / "in.jsonl", rows_of(3)), tmp_path / "out.jsonl"
+    assert run(source, "-o", out, make_llm=interrupted_library) == 130
+    assert '"state": "stopped by Ctrl-C' in (tmp_path / "out.jsonl.job.json").read_text()
+    codes: list[int] = []
+    monkeypatch.setattr(program, "leave", codes.append)
+    monkeypatch.setattr("nanovllm.jobs.run.find_model", interrupted_library)
+    program.main(["run", str(source), "-o", str(out), "--model", jobs.demo_model_path()])
+    assert codes == [130] and "shape of a tensor" not in capsys.readouterr().err
+
+
 def test_a_signal_at_the_end_of_the_process_changes_nothing() -> None:
     """Python takes a second to end; what a handler raises then is printed, and the exit code is lost."""
     code = "import atexit, os, runpy, signal; from nanovllm.jobs import main; main.main = lambda: 3\n"
@@ -212,7 +234,7 @@ def interrupted(argv: list[Any], moment: int, note: Path, make_llm: Callable[...
     sys.argv = ["nanovllm", "run", *map(str, argv), "--model", jobs.demo_model_path()]
     run_job: Any = run.__globals__["run_job"]
     run_job.__defaults__ = (make_llm,)
-    program.program()
+    as_process()
 
 
 def check_interrupted(process: Any, make_llm: Callable[..., Any], source: Path, *argv: object) -> int:

@@ -54,9 +54,14 @@ def load(
     deterministic: bool = False,
     fuse: bool = False,
     overrides: dict[str, Any] | None = None,
+    on_cpu: bool = False,
 ) -> DecoderForCausalLM:
-    config = load_model_config(folder, overrides=overrides)
-    config = replace(config, quant=config.quant.on(Device("cpu").capability))
+    """on_cpu: weights are stored as a CPU uses them."""
+    config = (
+        load_model_config(folder) if overrides is None else load_model_config(folder, overrides=overrides)
+    )
+    if on_cpu:
+        config = replace(config, quant=config.quant.on(Device("cpu").capability))
     model = DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), max_model_len)
     allocate(model, WeightOptions(torch.float32, torch.device("cpu"), deterministic, fuse), config.quant)
     load_weights(model, folder)

@@ -314,7 +314,7 @@ def test_openai_bodies() -> None:
             "user": "me",
         }
     )
-    assert chat.is_chat and chat.prompt[0]["content"] == "Hi"
+    assert chat.is_chat and chat.prompt[0]["content"] == [{"type": "text", "text": "Hi"}]
     assert chat.template == {"tools": [{"type": "function"}]}
     params = chat.params
     assert (params.max_tokens, params.temperature, params.stop, params.logprobs) == (5, 0.5, ["a"], 2)

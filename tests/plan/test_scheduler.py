@@ -65,7 +65,7 @@ def check_any_load(draw: Any, windows: Windows | None = None) -> None:
         loop.step()
         if added and draw(st.integers(0, 9)) == 0:
             victim = draw(st.sampled_from(sorted(added)))
-            unfinished = inside.unfinished(loop.scheduler)
+            unfinished = inside.scheduler_state(loop.scheduler).unfinished
             assert (victim in unfinished) != (victim in loop.finished or victim in aborted)
             loop.scheduler.abort(victim)
             if victim in unfinished:

@@ -86,7 +86,7 @@ def test_answers_come_in_order_from_each_worker_and_an_end_after_them_loses_none
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch looks at the ends of all workers, however slowly they come, before it names the cause."""
-    monkeypatch.setattr(watch_module, "_CAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(watch_module, "CAUSE_SECONDS", 600.0)
 
 
 @pytest.mark.usefixtures("patient")
