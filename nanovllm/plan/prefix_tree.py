@@ -77,7 +77,7 @@ class PrefixTree:
     def nearest(self, parent: int, tokens: bytes) -> tuple[CachedBlock | None, int]:
         """The block that has most of these tokens at its beginning, and how many; None and 0 if none has."""
         children = self._children.get(child_key(parent, tokens))
-        if children is None:
+        if children is None or not tokens:
             return None, 0
         if not isinstance(children, list):
             return children, num_common(children.tokens, tokens)
