@@ -9,6 +9,7 @@ import numpy as np
 
 from nanovllm.batch import NO_SLOT, PADDING
 from nanovllm.plan.block_manager import BlockManager
+from nanovllm.plan.prefix_tree import child_key
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 
@@ -66,7 +67,7 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
         assert found == sorted(set(found)), "children are not in order, or twice"
         num_found += len(several)
         for content in several:
-            assert (content.parent, content.tokens[:4]) == place and content.tokens, content
+            assert child_key(content.parent, content.tokens) == place and content.tokens, content
             assert state.content[content.block] is content, f"{content} is found, and its block is reused"
             assert content.block % manager.num_blocks not in windowed, f"{content} is overwritten"
             assert not content.is_full or state.by_key[content.key] is content, f"{content} has no key"

@@ -193,7 +193,8 @@ class BlockManager:
                 seq.chain = None
                 return
             tokens = seq.token_bytes(index * size, (index + 1) * size)
-            self._forget_partial(block)
+            if self.pool.content[block] is not None:
+                self._forget_partial(block)
             added = self._tree.add_full(block, seq.chain, tokens)
             if added is not None and added.block == block:
                 self.pool.content[block] = added
@@ -211,9 +212,10 @@ class BlockManager:
             return
         block, tokens = seq.block_table[seq.num_hashed_blocks], seq.token_bytes(start, end)
         known = self.pool.content[block]
-        if known is None or known.tokens != tokens:
-            self._forget_partial(block)
+        if known is None:
             self.pool.content[block] = self._tree.add_partial(block, chain, tokens)
+        elif known.tokens != tokens:
+            self.pool.content[block] = self._tree.extend(known, tokens)
 
     def reset(self) -> bool:
         """Empty the prefix cache and return True. While a sequence owns a block, do nothing, return False."""

@@ -99,7 +99,7 @@ class BlockPool(Generic[C]):
             self.free_parts[block] = None
             self.free_parts.move_to_end(block, last=cached)
             return
-        for part in self._parts_of(slab):
+        for part in self._parts_of(slab) if self.parts > 1 else ():
             if part != block and block < self.first_windowed:
                 del self.free_parts[part]
                 cached = cached or self.content[part] is not None
@@ -131,6 +131,8 @@ class BlockPool(Generic[C]):
     def _open(self, slab: int, windowed: bool, wanted: int | None = None) -> int:
         """Use a free slab for one kind of blocks; return `wanted`, or a block of that kind. Its other blocks
         of the same kind are free."""
+        if self.parts == 1 and not self._two_kinds:
+            return slab
         if windowed:
             for part in self._parts_of(slab):
                 self._clear(part)

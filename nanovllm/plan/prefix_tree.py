@@ -39,6 +39,11 @@ def block_key(parent: int, tokens: bytes) -> int:
     return xxhash.xxh64_intdigest(tokens, seed=parent)
 
 
+def child_key(parent: int, tokens: bytes) -> int:
+    """A number for a parent and the first token after it. Unlike a tuple, garbage collection ignores it."""
+    return parent << 32 | int.from_bytes(tokens[:TOKEN_BYTES], "little")
+
+
 def num_common(tokens: bytes, others: bytes) -> int:
     """How many tokens two sequences of int32 have in common at their beginning."""
     size = min(len(tokens), len(others))
@@ -57,7 +62,7 @@ class PrefixTree:
         self._by_key: dict[int, CachedBlock] = {}  # the full blocks
         # All blocks by parent and first token: a single one, or several in the order of their bytes. The one
         # that has most tokens in common with others is next to the place of these in that order.
-        self._children: dict[tuple[int, bytes], CachedBlock | list[CachedBlock]] = {}
+        self._children: dict[int, CachedBlock | list[CachedBlock]] = {}
         self._next_chain = ROOT + 1
 
     def __iter__(self) -> Iterator[CachedBlock]:
@@ -71,15 +76,16 @@ class PrefixTree:
 
     def nearest(self, parent: int, tokens: bytes) -> tuple[CachedBlock | None, int]:
         """The block that has most of these tokens at its beginning, and how many; None and 0 if none has."""
-        children = self._children.get((parent, tokens[:TOKEN_BYTES]))
-        if children is None:
+        children = self._children.get(child_key(parent, tokens))
+        if children is None or not tokens:
             return None, 0
         if not isinstance(children, list):
             return children, num_common(children.tokens, tokens)
         place = bisect_left(children, tokens, key=_tokens_of)
         near = children[max(place - 1, 0) : place + 1]
-        best = max(near, key=lambda child: num_common(child.tokens, tokens))
-        return best, num_common(best.tokens, tokens)
+        counts = [num_common(child.tokens, tokens) for child in near]
+        most = max(counts)
+        return near[counts.index(most)], most
 
     def add_full(self, block: int, parent: int, tokens: bytes) -> CachedBlock | None:
         """Make a full block findable; return it, or an equal one that is known. None on a hash collision."""
@@ -97,11 +103,20 @@ class PrefixTree:
         added = CachedBlock(block, NO_CHAIN, parent, tokens)
         return added if self._insert(added) else None
 
+    def extend(self, cached: CachedBlock, tokens: bytes) -> CachedBlock | None:
+        """Make more cells of a partial block findable, as `add_partial`. tokens: all of the block."""
+        place = child_key(cached.parent, tokens)
+        if self._children[place] is cached:
+            added = self._children[place] = cached._replace(tokens=tokens)
+            return added
+        self.remove(cached)
+        return self.add_partial(cached.block, cached.parent, tokens)
+
     def remove(self, cached: CachedBlock) -> None:
         """Forget a block, whose cells will hold something else."""
         if cached.is_full:
             del self._by_key[cached.key]
-        place = cached.parent, cached.tokens[:TOKEN_BYTES]
+        place = child_key(cached.parent, cached.tokens)
         children = self._children[place]
         if isinstance(children, list):
             del children[bisect_left(children, cached.tokens, key=_tokens_of)]
@@ -117,7 +132,7 @@ class PrefixTree:
     def _insert(self, added: CachedBlock) -> bool:
         """Add a child to its parent; False if it is not full and another child begins with all its tokens."""
         tokens = added.tokens
-        place = added.parent, tokens[:TOKEN_BYTES]
+        place = child_key(added.parent, tokens)
         children = self._children.setdefault(place, added)
         if children is added:
             return True

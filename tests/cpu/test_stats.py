@@ -108,7 +108,8 @@ def test_totals_are_those_of_the_steps(model: Path, run_ahead: bool) -> None:
         assert found.decode_seconds == pytest.approx(sum(step.seconds for step in decode))
         assert found.decode_tokens_per_s == pytest.approx(6 / found.decode_seconds)
         assert found.prefill_tokens_per_s == pytest.approx(30 / found.prefill_seconds)
-        assert max(step.kv_cache_usage for step in steps) <= found.peak_kv_cache_usage == 5 / 16
+        peak = 6 if run_ahead else 5  # ahead, the third starts before the first has freed its blocks
+        assert max(step.kv_cache_usage for step in steps) <= found.peak_kv_cache_usage == peak / 16
         assert sum(point.num_steps for point in found.timeline()) == len(steps)
         text = repr(found)
         assert "5, 3 finished, 1 unfinished (0 sequences running, 1 waiting)" in text
