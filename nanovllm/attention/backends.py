@@ -54,7 +54,7 @@ def _variant(spec: AttentionSpec, sinks: torch.Tensor | None) -> Variant:
 class TritonBackend(AttentionBackend):
     name = "triton"
     block_size_multiple = 16
-    default_block_size = 256
+    default_block_size = 128
     head_dims = range(8, 513, 8)
     features = frozenset(FEATURES)
     window_tile = 128  # the most keys of a tile

@@ -38,7 +38,7 @@ from nanovllm.kernels.paged import (
 
 # Launch choices, measured on an H200 unless stated otherwise (docs/log/2026-11-22-techniques.md).
 CHUNK = 512  # positions per partial result
-SHARED_CHUNK = 256  # the same for shared prefixes: one block of the default size
+SHARED_CHUNK = 256  # the same for shared prefixes: two blocks of the default size
 LONG_PREFIX = 2048  # not measured: from this length on CHUNK loses little, and halves the partial results
 # Chunks for small batches, which chunks of 512 would not spread over the device: of up to FEW_ROWS sequences,
 # and of up to so many programs.

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import moe_cases
@@ -32,8 +34,9 @@ from tiny_models import (
 
 from nanovllm import LLM, ModelLoadError, SamplingParams
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels import grouped_matmul
+from nanovllm.kernels import experts_reference
 from nanovllm.kernels.compat import INTERPRET
+from nanovllm.kernels.cpu import experts as cpu_experts
 from nanovllm.kernels.expert_tiles import ExpertMLP, max_tiles
 from nanovllm.kernels.grouped_matmul import choose_experts
 from nanovllm.kernels.routing import Routing
@@ -228,13 +231,16 @@ def test_only_experts_with_rows_are_computed(tmp_path: Path, monkeypatch: pytest
     model = load(write_tiny_model(tmp_path, MOE))
     computed = []
 
-    class Counting:
-        @staticmethod
-        def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def counted(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counting(x: torch.Tensor, weight: Any) -> torch.Tensor:
             computed.append(len(x))
-            return torch.nn.functional.linear(x, weight)
+            return linear(x, weight)
 
-    monkeypatch.setattr(grouped_matmul, "F", Counting)
+        return counting
+
+    # In plain torch, and with kernels for this CPU.
+    monkeypatch.setattr(experts_reference, "F", SimpleNamespace(linear=counted(torch.nn.functional.linear)))
+    monkeypatch.setattr(cpu_experts, "expert_linear", counted(cpu_experts.expert_linear))
     forward(model, [5])
     assert computed == [1] * (2 * 3 * len(model.model.layers))
 
