@@ -142,9 +142,7 @@ class RopeConfig:
             return int(stated * self.factor)
         if self.rope_type == "yarn":
             return max(stated, int(self.original_max_position * self.factor))
-        if self.rope_type in ("default", "llama3", "longrope", "proportional"):
-            return stated  # the scaled length
-        raise _unknown_type(self.rope_type)
+        return stated  # llama3 and longrope state the scaled length
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many elements of a head are rotated, by angle 0 or another."""
@@ -176,10 +174,6 @@ def rope_table(config: RopeConfig | None, head_dim: int, num_positions: int) -> 
     return torch.cat((angles.cos() * scale, rest + 1, angles.sin() * scale, rest), dim=-1)
 
 
-def _unknown_type(rope_type: str) -> ValueError:
-    return ValueError(f"rope type {rope_type!r} has no angles, length or factor here")
-
-
 def _exponents(head_dim: int) -> torch.Tensor:
     return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
 
@@ -202,9 +196,7 @@ def _frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
         return frequencies / config.factor
     if config.rope_type == "llama3":
         return _llama3_frequencies(config, frequencies)
-    if config.rope_type in ("default", "dynamic"):
-        return frequencies
-    raise _unknown_type(config.rope_type)
+    return frequencies
 
 
 def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
@@ -240,10 +232,8 @@ def _yarn_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
 
 def attention_factor(config: RopeConfig) -> float:
     """The factor of cosines and sines; 1 for all types except yarn and longrope."""
-    if config.rope_type in ("default", "linear", "dynamic", "llama3", "proportional"):
-        return 1.0
     if config.rope_type not in ("yarn", "longrope"):
-        raise _unknown_type(config.rope_type)
+        return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
     if config.rope_type == "longrope":

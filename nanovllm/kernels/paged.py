@@ -15,7 +15,6 @@ from nanovllm.kernels.compat import INTERPRETED, jit, next_power_of_2, tl
 # Kernels read an FP8 cache as int16: two neighbouring elements of a head in one word. Words can be loaded
 # from shared memory in the layout of tensor cores; bytes cannot, which reaches two thirds of the speed.
 FP8 = torch.float8_e4m3fn
-_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # besides FP8
 LOG2_E = math.log2(math.e)
 
 
@@ -70,8 +69,6 @@ class Heads(NamedTuple):
         """The heads of queries [T, q_heads, head_dim] and a cache; checks the layout of both."""
         assert cache.k.is_contiguous() and cache.v.is_contiguous() and q.stride(2) == 1
         step = 2 if cache.k.dtype == FP8 else 1
-        if step == 1 and cache.k.dtype not in _CACHE_DTYPES:
-            raise ValueError(f"attention reads no cache of {cache.k.dtype}")
         page, kv_heads, head_dim = cache.k.shape[1:]
         dim = max(16 * step, next_power_of_2(head_dim))
         return cls(q.shape[1], kv_heads, head_dim, dim, page, step)

@@ -100,10 +100,7 @@ def _named(what: str) -> Iterator[None]:
 
 def _check_kind(name: str, kind: Kind, method: type[LinearMethod]) -> None:
     """Raise ValueError with the weight's name if its method cannot do what a weight of its kind needs."""
-    needed: list[str] = {
-        **{"linear": [], "lm_head": []},
-        **{"embedding": ["embed"], "tied_embedding": ["embed", "first_rows"]},
-    }[kind]
+    needed = {"embedding": ["embed"], "tied_embedding": ["embed", "first_rows"]}.get(kind, [])
     missing = [each for each in needed if getattr(method, each) is getattr(LinearMethod, each)]
     if missing:
         raise ValueError(

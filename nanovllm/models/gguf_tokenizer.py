@@ -109,7 +109,7 @@ def _content(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
         for index, (token, kind_of) in enumerate(zip(tokens, types, strict=True))
         if kind_of in (CONTROL, USER_DEFINED, UNKNOWN) and token
     ]
-    make = {"gpt2": _byte_level, "llama": _sentencepiece}[kind]
+    make = _byte_level if kind == "gpt2" else _sentencepiece
     return {
         **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": added},
         **make(file, tokens, vocab, types),

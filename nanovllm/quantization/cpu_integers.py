@@ -1,5 +1,5 @@
 """Weights of 8 or 4 bits in groups of 32 inputs on CPUs: quantised as they are loaded, or read as a GGUF file
-stores them. Activations become 8 bits, each group of a row by itself. Opens no file and knows no model.
+stores them. Activations become int8, each group of a row by itself. Opens no file and knows no model.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from nanovllm import isa
-from nanovllm.kernels.cpu.experts import int_experts
 from nanovllm.kernels.cpu.int_layout import FORMATS, GROUP, IntExperts, IntFormat, IntWeight, from_blocks
 from nanovllm.kernels.cpu.int_matmul import int_embed, int_linear
 from nanovllm.kernels.cpu.int_quantise import quantise
 from nanovllm.kernels.expert_tiles import ExpertMLP
+from nanovllm.kernels.grouped_matmul import experts_reference
 from nanovllm.kernels.routing import Routing
 from nanovllm.quantization.base import (
     ExpertsMethod,
@@ -32,7 +32,6 @@ from nanovllm.quantization.base import (
 )
 from nanovllm.quantization.unquantized import QuantConfig
 
-ROUNDED = f"the activations that they multiply are rounded to 8 bits, in groups of {GROUP} values"
 _ROUTERS = ("gate", "shared_expert_gate")
 _PRODUCTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # modules that are multiplied as one
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")  # modules that all are integers, or none is
@@ -153,7 +152,7 @@ class IntegerExpertsMethod(ExpertsMethod):
         _load(weights[shard.index], shard, source, self.as_stored)
 
     def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
-        return int_experts(x.tensor(), self.gate_up, self.down, routing.chosen(), mlp)
+        return experts_reference(x.tensor(), self.gate_up, self.down, routing.chosen(), mlp, int_linear)
 
 
 def _no_kernels(capability: tuple[int, int]) -> str | None:
@@ -174,8 +173,7 @@ class IntegerConfig(QuantConfig):
     def method(self, path: str, kind: Kind) -> LinearMethod:
         if path.rpartition(".")[2] in _ROUTERS:
             return super().method(path, kind)
-        formats: dict[Kind, str] = dict.fromkeys(("lm_head", "embedding", "tied_embedding"), "Q8_0")
-        return IntegerLinearMethod((formats | {"linear": self.format})[kind])
+        return IntegerLinearMethod(self.format if kind == "linear" else "Q8_0")
 
     def experts(self, path: str) -> ExpertsMethod:
         return IntegerExpertsMethod(self.format, self.format)
@@ -189,13 +187,6 @@ class IntegerConfig(QuantConfig):
     @property
     def itemsize(self) -> float | None:
         return FORMATS[self.format].itemsize
-
-    @property
-    def note(self) -> str | None:
-        return (
-            f"weights become integers of {FORMATS[self.format].bits} bits as they are loaded; {ROUNDED} "
-            "(exact, and slower: leave quantization out, with dtype='float32')"
-        )
 
 
 @dataclass(frozen=True)
@@ -262,6 +253,6 @@ class StoredConfig(QuantConfig):
             return f"GGUF weights are dequantised as they are loaded: {listed(rest)}"
         also = f"; dequantised: {listed(rest)}" if rest else ""
         return (
-            f"GGUF weights are used as they are stored: {listed(kept)}{also}; {ROUNDED} (exact, and slower: "
-            "quantization='dequantize' with dtype='float32')"
+            f"GGUF weights are used as they are stored: {listed(kept)}{also} (quantization='dequantize' "
+            "dequantises all)"
         )

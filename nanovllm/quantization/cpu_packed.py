@@ -47,7 +47,8 @@ class PackedLinearMethod(LinearMethod):
 
     def load(self, shard: WeightShard, source: WeightSource) -> None:
         if shard.length:
-            tensor = source[shard.own]
+            index = (slice(None),) * shard.dim + (slice(shard.start, shard.start + shard.length),)
+            tensor = source[index]
             self._make_room_for(tensor)
             row, column = (shard.offset, 0) if shard.dim == 0 else (0, shard.offset)
             cpu_kernel("matmul.copy_rows")(self.weight.data, tensor, row, column)

@@ -51,12 +51,8 @@ class Stored(Enum):
     def scales(self, weight: WeightShard) -> WeightShard:
         """The shard of the scales of a weight's shard. Every rank reads all of them."""
         n, k = weight.shape
-        blocks = -(-n // GROUP), -(-k // GROUP)
-        name, shape = {
-            Stored.ROWS: ("weight_scale", (n, 1)),
-            Stored.TENSOR: ("weight_scale", (1,)),
-            Stored.BLOCKS: ("weight_scale_inv", blocks),
-        }[self]
+        name = "weight_scale_inv" if self is Stored.BLOCKS else "weight_scale"
+        shape = {Stored.ROWS: (n, 1), Stored.TENSOR: (1,)}.get(self, (-(-n // GROUP), -(-k // GROUP)))
         whole = replace(WeightShard.whole(name, shape), module=weight.module)
         return replace(whole, dtypes=_SCALE_DTYPES, scale=True)
 

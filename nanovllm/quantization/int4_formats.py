@@ -191,7 +191,7 @@ def awq(group: int, zero_points: bool) -> Int4Format:
 
 def gptq(group: int, sorts: bool, version: int) -> Int4Format:
     """AutoGPTQ's and GPTQModel's checkpoint formats "gptq" (1) and "gptq_v2" (2)."""
-    less = {1: _ONES, 2: 0}[version]
+    less = _ONES if version == 1 else 0
     return Int4Format("GPTQ", group, "qweight", "scales", "qzeros", "g_idx", sorts, less=less)
 
 

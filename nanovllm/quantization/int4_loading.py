@@ -83,10 +83,8 @@ class Int4Method(WeightMethod):
             read = self.format.read_scales(source, rows, groups)
         elif shard.role == "zeros":
             read = self.format.read_zeros(source, rows, groups)
-        elif shard.role in ("order", "shape"):
-            read = source[:]
         else:
-            raise ValueError(f"a tensor of the role {shard.role!r} cannot be read")
+            read = source[:]
         waiting = self._waiting.setdefault(part, {})
         waiting[shard.role] = torch.empty_like(read, device=self.device).copy_(read)
         if len(waiting) == len(self.format.shards(part)):

@@ -370,5 +370,5 @@ class Request:
     def next_wanted(self) -> int | None:
         """The first prompt position whose hidden state is needed, to score the next token or for pooling."""
         if self.pooling is not None:
-            return {"mean": 0, "last": len(self.prompt_token_ids) - 1}[self.pooling]
+            return 0 if self.pooling == "mean" else len(self.prompt_token_ids) - 1
         return None if self.first_scored is None else self.first_scored - 1

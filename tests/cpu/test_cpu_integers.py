@@ -18,13 +18,10 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM, SamplingParams, isa
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.activation import silu_and_mul_reference
-from nanovllm.kernels.cpu.experts import int_experts
 from nanovllm.kernels.cpu.int_layout import FORMATS, IntExperts, dequantised
-from nanovllm.kernels.cpu.int_matmul import int_linear_reference
+from nanovllm.kernels.cpu.int_matmul import int_linear, int_linear_reference
 from nanovllm.kernels.cpu.int_quantise import quantise
-from nanovllm.kernels.expert_tiles import PLAIN_MLP
-from nanovllm.kernels.experts_reference import experts_in_turn
+from nanovllm.kernels.grouped_matmul import experts_reference
 from nanovllm.kernels.routing import Routing
 from nanovllm.layers.weights import allocate
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -277,12 +274,13 @@ def test_products_of_experts(dtype: torch.dtype, rows: int) -> None:
     logits = torch.randn(rows, experts).index_fill(1, torch.tensor([3]), -100.0)
     slots = torch.arange(rows).index_fill(0, torch.arange(0, rows, 4), -1) if rows > 1 else None
     chosen = Routing(logits, 2, True, slots).chosen()
-    found = int_experts(x, gate_up, down, chosen)
-    plain = PLAIN_MLP, int_linear_reference, silu_and_mul_reference
-    wanted = experts_in_turn(x, gate_up, down, chosen, *plain)
+    found = experts_reference(x, gate_up, down, chosen, linear=int_linear)
+    wanted = experts_reference(x, gate_up, down, chosen, linear=int_linear_reference)
     assert (found - wanted).abs().max() <= (1e-5 if dtype is torch.float32 else 2e-2)
     alone = [
-        int_experts(x[i : i + 1], gate_up, down, chosen.__class__(*(c[i : i + 1] for c in chosen)))
+        experts_reference(
+            x[i : i + 1], gate_up, down, chosen.__class__(*(c[i : i + 1] for c in chosen)), linear=int_linear
+        )
         for i in range(rows)
     ]
     assert torch.equal(torch.cat(alone), found)

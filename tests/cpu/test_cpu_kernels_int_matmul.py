@@ -91,8 +91,8 @@ def bits() -> list[int]:
             0, 256, (40, 3, FORMATS[name].code_bytes), dtype=torch.uint8, generator=seeded()
         )
         weight.store(0, codes, torch.full((40, 3, FORMATS[name].numbers), 0.5, dtype=torch.float16))
-        x = torch.randint(-126, 128, (5, 96), generator=seeded()).float()
-        x[:, ::32], x[:, 1::32] = 127.0, -126.0  # so the scale is 1, and codes are the values
+        x = torch.randint(-127, 128, (5, 96), generator=seeded()).float()
+        x[:, ::32] = 127.0  # so the scale is 1
         total.append(int(int_linear(x, weight).double().mul(2).remainder(1e9).sum()))
         assert torch.equal(int_linear(x, weight), x @ weight.dense().T)
     return total
@@ -116,9 +116,8 @@ def test_extreme_codes_are_exact() -> None:
             weight = IntWeight.zeros(FORMATS[name], 16, 64)
             codes = torch.full((16, 2, FORMATS[name].code_bytes), byte, dtype=torch.uint8)
             weight.store(0, codes, torch.ones(16, 2, FORMATS[name].numbers, dtype=torch.float16))
-            for value, other in ((127.0, -126.0), (-127.0, 126.0)):
+            for value in (127.0, -127.0):
                 x = torch.full((3, 64), value)
-                x[:, ::32] = other  # so the scale is 1, and codes are the values
                 assert torch.equal(int_linear(x, weight), x @ weight.dense().T), (name, byte, value)
 
 
@@ -137,19 +136,6 @@ def test_code_for_other_cpus_has_the_dot_product(name: str, level: str, cpu: str
     if level == "avx512":
         assert ("vpmaddubsw" if "4" in name else "vpmaddwd") in text
     assert "zmm" in text
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_one_large_value_of_a_group_costs_half_a_step(name: str) -> None:
-    """Codes reach from the smallest to the largest value; around 0 they would have twice as wide steps."""
-    weight = packed(name, 64, 512)
-    x = torch.rand(32, 512) - 0.5
-    x[:, ::32] = 40.0 * torch.randn(32, 16).sign()
-    exact = x @ weight.dense().T
-    largest = x.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True)
-    around_zero = ((x.unflatten(1, (-1, 32)) / largest * 127).round() * largest / 127).flatten(1)
-    error, other = (each - exact for each in (int_linear(x, weight), around_zero @ weight.dense().T))
-    assert error.square().mean() < 0.4 * other.square().mean()
 
 
 @pytest.mark.parametrize("name", FORMATS)

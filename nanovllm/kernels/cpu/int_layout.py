@@ -26,12 +26,6 @@ class IntFormat:
     middle: int
     numbers: int
 
-    def __post_init__(self) -> None:
-        """ValueError for a format that no kernel computes: those with 4 bits take codes as nibbles, those
-        with 8 as bytes, and two numbers are a scale and a minimum."""
-        if self.bits not in (4, 8) or self.numbers not in (1, 2):
-            raise ValueError(f"no kernel computes {self.bits} bits with {self.numbers} numbers for a group")
-
     @property
     def code_bytes(self) -> int:
         """Bytes of the codes of a group of one output."""
@@ -39,13 +33,8 @@ class IntFormat:
 
     @property
     def itemsize(self) -> float:
-        """Bytes of a weight, with its share of the scales and of the sum."""
-        return (self.code_bytes + self.number_bytes) / GROUP
-
-    @property
-    def number_bytes(self) -> int:
-        """Bytes of the numbers and of the sum of a group of one output."""
-        return 2 * (self.numbers + 1)
+        """Bytes of a weight, with its share of the scales."""
+        return (self.code_bytes + 2 * self.numbers) / GROUP
 
 
 FORMATS = {
@@ -56,8 +45,7 @@ FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class IntWeight:
-    """data [blocks, bytes] uint8. A block is 16 outputs: first the codes of all groups, then for each group
-    its numbers, float16, and the sum of its codes minus 32 times the middle, int16, which products need.
+    """data [blocks, bytes] uint8. A block is 16 outputs: first the codes of all groups, then all scales.
 
     Codes of a group are [quads, 16 outputs, 4 inputs] bytes. With 4 bits, byte i of an output has the code of
     input i in its lower and that of input 16 + i in its upper half, as in GGUF.
@@ -72,7 +60,7 @@ class IntWeight:
     def zeros(cls, format: IntFormat, n: int, k: int, device: torch.device | None = None) -> IntWeight:
         """A weight whose values are all 0, also those beyond `n` and `k`."""
         groups = -(-k // GROUP)
-        used = groups * LANES * (format.code_bytes + format.number_bytes)
+        used = groups * LANES * (format.code_bytes + 2 * format.numbers)
         shape = -(-n // LANES), -(-used // _LINE) * _LINE
         data = torch.zeros(shape, dtype=torch.uint8, device=device)
         return cls(format, n, k, data)
@@ -87,16 +75,12 @@ class IntWeight:
         used = self.groups * LANES * self.format.code_bytes
         return self.data[:, :used].unflatten(1, (self.groups, quads, LANES, 4))
 
-    def _halves(self, dtype: torch.dtype) -> torch.Tensor:
-        """A view [blocks, groups, numbers and the sum, outputs] of 16 bits."""
-        first = self.groups * LANES * self.format.code_bytes
-        used = self.groups * LANES * self.format.number_bytes
-        part = self.data[:, first : first + used].view(dtype)
-        return part.unflatten(1, (self.groups, self.format.numbers + 1, LANES))
-
     def _scales(self) -> torch.Tensor:
         """A view [blocks, groups, numbers, outputs], float16."""
-        return self._halves(torch.float16)[:, :, :-1]
+        first = self.groups * LANES * self.format.code_bytes
+        used = self.groups * LANES * 2 * self.format.numbers
+        part = self.data[:, first : first + used].view(torch.float16)
+        return part.unflatten(1, (self.groups, self.format.numbers, LANES))
 
     def store(self, first: int, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """Fill the outputs from `first` on: codes [n, groups, code_bytes] uint8, scales [n, groups, numbers].
@@ -106,11 +90,10 @@ class IntWeight:
         groups = codes.shape[1]
         words = codes.contiguous().view(torch.int32)
         own_words, own_scales = self._codes().view(torch.int32)[..., 0], self._scales()
-        own_sums, sums = self._halves(torch.int16)[:, :, -1:], _sums(self.format, codes)[..., None]
         start = min(len(codes), -first % LANES)  # of whole blocks
         end = start + (len(codes) - start) // LANES * LANES
         whole = slice((first + start) // LANES, (first + end) // LANES)
-        for own, new in ((own_words, words), (own_scales, scales), (own_sums, sums)):
+        for own, new in ((own_words, words), (own_scales, scales)):
             own[whole, :groups] = new[start:end].unflatten(0, (-1, LANES)).permute(0, 2, 3, 1)
             for part in (slice(0, start), slice(end, len(codes))):
                 row = torch.arange(first, first + len(codes))[part]
@@ -162,13 +145,6 @@ def levels(format: IntFormat, codes: torch.Tensor) -> torch.Tensor:
     if format.bits == 4:
         codes = torch.cat([codes & 15, codes >> 4], -1)
     return codes.float() - format.middle
-
-
-def _sums(format: IntFormat, codes: torch.Tensor) -> torch.Tensor:
-    """codes [n, groups, code_bytes] -> the sums of `levels`, [n, groups] int16."""
-    if format.bits == 4:
-        codes = (codes & 15) + (codes >> 4)
-    return (codes.sum(-1, dtype=torch.int32) - GROUP * format.middle).short()
 
 
 def dequantised(format: IntFormat, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

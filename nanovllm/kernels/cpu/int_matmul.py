@@ -1,4 +1,4 @@
-"""Products with weights of 8 and 4 bits on a CPU: each group of 32 values of a row of x becomes 8 bits, sums
+"""Products with weights of 8 and 4 bits on a CPU: each group of 32 values of a row of x becomes int8, sums
 over a group are integers, and the groups are added in their order in float32. A row depends on no other row.
 """
 
@@ -12,8 +12,7 @@ from nanovllm.kernels.cpu.int_layout import GROUP, LANES, IntWeight, levels
 from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty
 from nanovllm.kernels.cpu.team import team
 
-_RECORD = 76  # bytes of a group of x, at most
-_TILE = 8  # rows whose records of a group are neighbours
+_RECORD = 72  # bytes of a group of x, at most
 _ROWS = 64  # of a program
 _VECTORS = 8  # blocks of 16 outputs of a program, at most
 _CLAIMS = 4  # programs for each thread, at least
@@ -24,34 +23,25 @@ def make_quantise(format: str, dtype: str) -> Callable[..., None]:
     from nanovllm.kernels.cpu import vectors as v
 
     load, load_part, size = v.WHOLE[dtype][0], v.PART[dtype][0], v.SIZES[dtype]
-    quantise, next_row = int_vectors.quantise(format), int_vectors.row_of_tile(format)
+    quantise = int_vectors.quantise(format)
     splat = v.splat
 
-    def quantise_rows(
-        x: Address,
-        records: Address,
-        rows: int,
-        k: int,
-        x_stride: int,
-        tile_bytes: int,
-        at_once: int,
-        program: int,
-        thread: int,
+    def quantise_row(
+        x: Address, records: Address, k: int, x_stride: int, row_bytes: int, program: int, thread: int
     ) -> None:
+        x += program * x_stride * size
+        records += program * row_bytes
         whole, rest = k // 32, k % 32
-        for row in range(program * at_once, min(rows, (program + 1) * at_once)):
-            source = x + row * x_stride * size
-            target = records + row // 8 * tile_bytes + row % 8 * next_row
-            for group in range(whole):
-                place = source + 32 * size * group
-                quantise(target, group, load(place), load(place + 16 * size))
-            if rest:
-                place = source + 32 * size * whole
-                first = load_part(place, min(rest, 16))
-                second = load_part(place + 16 * size, rest - 16) if rest > 16 else splat(0.0)
-                quantise(target, whole, first, second)
+        for group in range(whole):
+            place = x + 32 * size * group
+            quantise(records, group, load(place), load(place + 16 * size))
+        if rest:
+            place = x + 32 * size * whole
+            first = load_part(place, min(rest, 16))
+            second = load_part(place + 16 * size, rest - 16) if rest > 16 else splat(0.0)
+            quantise(records, whole, first, second)
 
-    return quantise_rows
+    return quantise_row
 
 
 def make_product(format: str, dtype: str) -> Callable[..., None]:
@@ -63,7 +53,6 @@ def make_product(format: str, dtype: str) -> Callable[..., None]:
     (load, store), (load_part, store_part), size = v.WHOLE[dtype], v.PART[dtype], v.SIZES[dtype]
     one, two, four, eight = (int_vectors.tile(format, rows) for rows in (1, 2, 4, 8))
     sum_of, add, ahead_of_group = int_vectors.sum_of, v.add, int_vectors.AHEAD_OF_GROUP
-    next_row = int_vectors.row_of_tile(format)
 
     @njit(nogil=True, error_model="numpy")
     def finish(
@@ -100,7 +89,7 @@ def make_product(format: str, dtype: str) -> Callable[..., None]:
         rows: int,
         n: int,
         groups: int,
-        tile_bytes: int,
+        row_bytes: int,
         block_bytes: int,
         residual_stride: int,
         vectors: int,
@@ -124,17 +113,17 @@ def make_product(format: str, dtype: str) -> Callable[..., None]:
             own_bias = bias + 16 * size * index if bias else 0
             row = first_row
             while row < end:
-                place = x + row // 8 * tile_bytes + row % 8 * next_row
+                place = x + row * row_bytes
                 wanted = coming + asked if asked < block_bytes else 0
                 asked += part
                 if row + 8 <= end and end - first_row > 8:  # two tiles ask for a whole block
-                    done, sums = 8, eight(place, block, wanted, groups)
+                    done, sums = 8, eight(place, row_bytes, block, wanted, groups)
                 elif row + 4 <= end:
-                    done, sums = 4, four(place, block, wanted, groups)
+                    done, sums = 4, four(place, row_bytes, block, wanted, groups)
                 elif row + 2 <= end:
-                    done, sums = 2, two(place, block, wanted, groups)
+                    done, sums = 2, two(place, row_bytes, block, wanted, groups)
                 else:
-                    done, sums = 1, one(place, block, wanted, groups)
+                    done, sums = 1, one(place, row_bytes, block, wanted, groups)
                 added = residual + row * residual_bytes + 16 * size * index if residual else 0
                 target = out + row * out_bytes + 16 * size * index
                 finish(sums, done, own_bias, added, residual_bytes, target, out_bytes, count)
@@ -199,16 +188,15 @@ def int_linear(
     if x.stride(1) != 1:
         raise ValueError("rows of x must be contiguous")
     variant = weight.format.name, DTYPES[x.dtype]
-    tile_bytes = groups * _RECORD * _TILE
-    records = empty((-(-rows // _TILE), tile_bytes), torch.uint8)
-    at_once = _TILE if rows >= _TILE * _CLAIMS * team().size else 1  # threads then write no line together
-    _QUANTISE.launch(variant, -(-rows // at_once), x, records, rows, k, x.stride(0), tile_bytes, at_once)
+    row_bytes = groups * _RECORD
+    records = empty((rows, row_bytes), torch.uint8)
+    _QUANTISE.launch(variant, rows, x, records, k, x.stride(0), row_bytes)
     vectors = _vectors(n, rows)
     ahead = vectors * (team().size - 1) + 1  # blocks to the next program of a thread
     columns, chunks = -(-n // (LANES * vectors)), -(-rows // _ROWS)
     block_bytes, stride = weight.data.stride(0), 0 if residual is None else residual.stride(0)
     tensors = records, weight.data, bias, residual, out
-    sizes = rows, n, groups, tile_bytes, block_bytes, stride
+    sizes = rows, n, groups, row_bytes, block_bytes, stride
     _PRODUCT.launch(variant, columns * chunks, *tensors, *sizes, vectors, columns, ahead)
     return out
 
@@ -238,12 +226,9 @@ def int_linear_reference(
 ) -> torch.Tensor:
     """`int_linear` in plain torch."""
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    high, low = groups.amax(-1, keepdim=True).clamp(min=0), groups.amin(-1, keepdim=True).clamp(max=0)
-    width = high - low
-    factors = torch.where(width > 0, torch.full_like(width, 253.0) / width, 0.0)
-    scales, zeros = width / 253, ((high + low) / 2 * factors).round()
-    magic = 1.5 * 2.0**23  # adding it rounds to an integer
-    rounded = groups * factors + (magic - zeros) - magic + zeros
+    largest = groups.abs().amax(-1, keepdim=True)
+    factors = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
+    scales, rounded = largest / 127, (groups * factors).round()
     codes, numbers = weight.stored(0, weight.n)
     products = torch.einsum("tgk,ngk->gtn", rounded, levels(weight.format, codes))  # exact integers
     factors, numbers = scales.permute(1, 0, 2), numbers.float().permute(1, 2, 0)

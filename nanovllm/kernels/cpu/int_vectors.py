@@ -1,12 +1,8 @@
 """Products of integers for kernels, 32 inputs at a time, with the dot product of each instruction set.
 
 Weights are unsigned bytes, x is signed; `int_layout.py` says how weights are packed. A group of a row of x is
-scale * (codes + zero), and a record holds it: 32 codes, int8, or int16 where no instruction multiplies bytes;
-scale * zero; the scale; what its products start from. All instruction sets compute the same integers.
-
-Codes reach from the smallest to the largest value of a group, or to 0. Groups of real models often have one
-large value: steps are then half as wide as with codes that lie around 0, and the error of answers (KL) is 2.5
-times less (docs/benchmarks.md).
+a record: 32 int8, or int16 where no instruction multiplies bytes; its scale; what its products start from.
+All instruction sets compute the same integers.
 """
 
 from __future__ import annotations
@@ -35,18 +31,16 @@ from nanovllm.kernels.cpu.emitting import (
 )
 from nanovllm.kernels.cpu.int_layout import FORMATS, GROUP, LANES, IntFormat
 
-RECORD = 76  # bytes of the largest record
-TILE_ROWS = 8  # rows whose records of a group are neighbours, so that one address reaches them all
+RECORD = 72  # bytes of the largest record
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 _VF, _VI = (ir.VectorType(each, LANES) for each in (_F32, _I32))
 _BYTES, _WORDS = ir.VectorType(_I8, 4 * LANES), ir.VectorType(_I16, 2 * LANES)
 MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which is in the lower bits
-_TINY = 1e-30  # a group whose values differ less, from each other and from 0, is 0
-_STEPS = 253.0  # of a group: the rounded zero may move its codes, from -126.5 to 126.5, by half a step
+_TINY = 1e-30  # a group whose largest value is below is 0
 AHEAD_OF_GROUP = 256  # bytes that a tile of several rows asks for with each group
 _AHEAD = 2048  # bytes that are asked for before they are needed
-_MOST_ROWS = {"avx512_bf16": 8, "avx512": 8, "avx2": 4, "generic": 4}  # whose sums stay in registers
+_MOST_ROWS = {"avx512_bf16": 8, "avx512": 8}  # whose sums stay in registers; 4 elsewhere
 
 
 def _number(value: int) -> Any:
@@ -59,7 +53,7 @@ def _is_wide(format: IntFormat) -> bool:
 
 
 def _record(format: IntFormat) -> int:
-    return GROUP * (2 if _is_wide(format) else 1) + 12
+    return GROUP * (2 if _is_wide(format) else 1) + 8
 
 
 def _from_half(b: Any, bits: Any) -> Any:
@@ -93,30 +87,6 @@ def _combined(b: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
     return b.extract_element(x, ir.Constant(_I32, 0))
 
 
-def _range(b: Any, x: Any, y: Any) -> tuple[Any, Any]:
-    """(the largest, minus the smallest) of 32 values and 0; the first is NaN if one of the values is."""
-
-    def larger(left: Any, right: Any) -> Any:
-        return b.select(b.fcmp_ordered(">", left, right), left, right)
-
-    zero = constant(0.0)
-    high = larger(larger(x, y), zero)
-    low = larger(larger(b.fsub(zero, x), b.fsub(zero, y)), zero)
-    halves = [shuffle(b, high, low, [*range(at, at + 8), *range(at + 16, at + 24)]) for at in (0, 8)]
-    both = larger(*halves)
-    for lanes in (4, 2, 1):
-        both = larger(both, shuffle(b, both, both, [each ^ lanes for each in range(LANES)]))
-    first, second = (b.extract_element(both, ir.Constant(_I32, lane)) for lane in (0, 8))
-    strange = b.bitcast(b.fcmp_unordered("uno", x, y), ir.IntType(LANES))
-    any_nan = b.icmp_unsigned("!=", strange, ir.Constant(ir.IntType(LANES), 0))
-    return b.select(any_nan, ir.Constant(_F32, float("nan")), first), second
-
-
-def row_of_tile(name: str) -> int:
-    """Bytes from the record of a row to that of the next row of its tile."""
-    return _record(FORMATS[name])
-
-
 def quantise(name: str) -> Any:
     """(record of a row's first group, number of the group, its 32 values): write the record."""
     format = FORMATS[name]
@@ -124,19 +94,21 @@ def quantise(name: str) -> Any:
     @emitted(void, i64, i64, f32x16, f32x16)
     def quantise_group(b: Any, row: Any, group: Any, x: Any, y: Any) -> None:
         size, wide = _record(format), _is_wide(format)
-        place = b.add(row, b.mul(group, _number(TILE_ROWS * size)))
-        high, low = _range(b, x, y)
-        width = b.fadd(high, low)
-        tiny, none = b.fcmp_ordered("<", width, ir.Constant(_F32, _TINY)), ir.Constant(_F32, 0.0)
-        steps, magic = ir.Constant(_F32, _STEPS), ir.Constant(_F32, MAGIC)
-        factor = b.select(tiny, none, b.fdiv(steps, width))
-        scale = b.select(tiny, none, b.fdiv(width, steps))
-        middle = b.fmul(b.fmul(b.fsub(high, low), ir.Constant(_F32, 0.5)), factor)
-        zero = b.fsub(b.fadd(middle, magic), magic)
-        shift = spread(b, b.fsub(magic, zero))
-        scaled = [b.fmul(each, spread(b, factor)) for each in (x, y)]
-        rounded = [b.bitcast(b.fadd(each, shift), _VI) for each in scaled]  # to integers, as `shift` is
-        codes = [b.sub(each, b.bitcast(constant(MAGIC), _VI)) for each in rounded]
+        place = b.add(row, b.mul(group, _number(size)))
+
+        def larger(left: Any, right: Any) -> Any:
+            return b.select(b.icmp_signed(">", left, right), left, right)
+
+        # The bits of positive numbers are in their order, and those of NaN the largest.
+        bits = [b.and_(b.bitcast(each, _VI), constant(0x7FFFFFFF, _VI)) for each in (x, y)]
+        largest = b.bitcast(_combined(b, larger(*bits), larger), _F32)
+        tiny, zero = b.fcmp_ordered("<", largest, ir.Constant(_F32, _TINY)), ir.Constant(_F32, 0.0)
+        steps = ir.Constant(_F32, 127.0)
+        factor = spread(b, b.select(tiny, zero, b.fdiv(steps, largest)))
+        scale = b.select(tiny, zero, b.fdiv(largest, steps))
+        magic = constant(MAGIC)
+        rounded = [b.bitcast(b.fadd(b.fmul(each, factor), magic), _VI) for each in (x, y)]
+        codes = [b.sub(each, b.bitcast(magic, _VI)) for each in rounded]
         total = _combined(b, b.add(*codes), b.add)
         kind = ir.VectorType(_I16 if wide else _I8, LANES)
         order = [4 * quad + each for quad in range(4) for each in (0, 2, 1, 3)]
@@ -144,14 +116,13 @@ def quantise(name: str) -> Any:
             stored = b.trunc(each, kind)
             if wide:
                 stored = shuffle(b, stored, stored, order)
-            store(b, plus(b, place, index * (size - 12) // 2), stored)
-        store(b, plus(b, place, size - 12), b.fmul(scale, zero))
+            store(b, plus(b, place, index * (size - 8) // 2), stored)
         store(b, plus(b, place, size - 8), scale)
         if format.numbers == 2:
-            whole = b.fadd(b.sitofp(total, _F32), b.fmul(zero, ir.Constant(_F32, float(GROUP))))
-            store(b, plus(b, place, size - 4), b.fmul(scale, whole))
+            start = b.fmul(scale, b.sitofp(total, _F32))
         else:
-            store(b, plus(b, place, size - 4), b.mul(total, ir.Constant(_I32, -format.middle)))
+            start = b.mul(total, ir.Constant(_I32, -format.middle))
+        store(b, plus(b, place, size - 4), start)
 
     return quantise_group
 
@@ -180,9 +151,7 @@ def _pairs(b: Any, x: Any, y: Any) -> Any:
         kind, name = ir.VectorType(_I32, LANES // 2), "llvm.x86.avx2.pmadd.wd"
         sums = [call(b, name, kind, *each) for each in zip(_halves(b, x), _halves(b, y), strict=True)]
         return _joined(b, sums)
-    if isa.level() in ("avx512", "avx512_bf16"):
-        return call(b, "llvm.x86.avx512.pmaddw.d.512", _VI, x, y)
-    raise ValueError(f"no product of int16 for the level {isa.level()}")
+    return call(b, "llvm.x86.avx512.pmaddw.d.512", _VI, x, y)
 
 
 def _byte_pairs(b: Any, x: Any, y: Any) -> Any:
@@ -191,9 +160,7 @@ def _byte_pairs(b: Any, x: Any, y: Any) -> Any:
         kind, name = ir.VectorType(_I16, LANES), "llvm.x86.avx2.pmadd.ub.sw"
         sums = [call(b, name, kind, *each) for each in zip(_halves(b, x), _halves(b, y), strict=True)]
         return _joined(b, sums)
-    if isa.level() == "avx512":
-        return call(b, "llvm.x86.avx512.pmaddubs.w.512", _WORDS, x, y)
-    raise ValueError(f"no product of bytes in int16 for the level {isa.level()}")
+    return call(b, "llvm.x86.avx512.pmaddubs.w.512", _WORDS, x, y)
 
 
 def _dot(b: Any, sums: list[Any], weight: Any, rows: list[Any], offset: int) -> list[Any]:
@@ -244,7 +211,7 @@ def _group_sums(b: Any, format: IntFormat, weight: Any, rows: list[Any], starts:
 
     places = format.code_bytes // 4
     step = 8 if _is_wide(format) else 4  # bytes of 4 inputs of a row
-    if len(rows) == 1 or _MOST_ROWS[isa.level()] == 8:
+    if len(rows) == 1 or isa.level() in _MOST_ROWS:
         for place in range(places):
             own = [plus(b, row, step * place) for row in rows]
             sums = added(sums, plus(b, weight, 4 * LANES * place), own)
@@ -265,24 +232,19 @@ def _group_sums(b: Any, format: IntFormat, weight: Any, rows: list[Any], starts:
     return sums
 
 
-def _emit_tile(
-    b: Any, format: IntFormat, x: Any, rows: int, weight: Any, ahead: Any, groups: Any
-) -> list[Any]:
-    """The product of each of so many rows, whose records begin at x, with 16 outputs, in order of groups."""
-    size, codes, numbers = _record(format), LANES * format.code_bytes, LANES * format.number_bytes
-    totals = [cgutils.alloca_once(b, _VF) for _ in range(rows)]
+def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, ahead: Any, groups: Any) -> list[Any]:
+    """The product of each row with 16 outputs, groups in order: float32."""
+    size, codes, numbers = _record(format), LANES * format.code_bytes, 2 * LANES * format.numbers
+    totals = [cgutils.alloca_once(b, _VF) for _ in rows]
     for total in totals:
         b.store(constant(0.0), total)
     scales = b.add(weight, b.mul(groups, _number(codes)))
     with cgutils.for_range(b, groups) as loop:
         place = b.add(weight, b.mul(loop.index, _number(codes)))
-        first = b.add(x, b.mul(loop.index, _number(TILE_ROWS * size)))
-        own = [plus(b, first, size * row) for row in range(rows)]
+        own = [b.add(row, b.mul(loop.index, _number(size))) for row in rows]
         last = [load(b, plus(b, row, size - 4), _F32 if format.numbers == 2 else _I32) for row in own]
-        starts = (
-            [ir.Constant(_VI, None)] * rows if format.numbers == 2 else [spread(b, each) for each in last]
-        )
-        if rows == 1:
+        starts = [ir.Constant(_VI, None)] * len(rows) if format.numbers == 2 else [spread(b, x) for x in last]
+        if len(rows) == 1:
             for line in range(0, codes, 4 * LANES):
                 prefetch(b, plus(b, place, _AHEAD + line))
         else:
@@ -296,12 +258,9 @@ def _emit_tile(
         scale, *minimum = [
             _from_half(b, load(b, plus(b, at, 2 * LANES * index), halves)) for index in range(format.numbers)
         ]
-        levels = b.sext(load(b, plus(b, at, 2 * LANES * format.numbers), halves), _VI)
-        whole = b.fmul(scale, b.sitofp(levels, _VF))
         for total, row, found, start in zip(totals, own, sums, last, strict=True):
             factor = b.fmul(scale, spread(b, load(b, plus(b, row, size - 8), _F32)))
             value = multiply_add(b, b.sitofp(found, _VF), factor, b.load(total))
-            value = multiply_add(b, whole, spread(b, load(b, plus(b, row, size - 12), _F32)), value)
             if minimum:
                 value = multiply_add(b, minimum[0], spread(b, start), value)
             b.store(value, total)
@@ -309,20 +268,21 @@ def _emit_tile(
 
 
 def tile(name: str, rows: int) -> Any:
-    """(first record of x, a block of 16 outputs, ahead, groups) -> where `sum_of` finds the products of
-    `rows` rows of a tile, [rows, 16]. With several rows, `AHEAD_OF_GROUP` bytes for each group from `ahead`
+    """(first record of x, bytes of a row, a block of 16 outputs, ahead, groups) -> where `sum_of` finds the
+    products of `rows` rows, [rows, 16]. With several rows, `AHEAD_OF_GROUP` bytes for each group from `ahead`
     on come into the cache meanwhile, unless it is 0."""
     format = FORMATS[name]
 
-    @emitted(i64, i64, i64, i64, i64)
-    def product(b: Any, x: Any, weight: Any, ahead: Any, groups: Any) -> Any:
+    @emitted(i64, i64, i64, i64, i64, i64)
+    def product(b: Any, x: Any, stride: Any, weight: Any, ahead: Any, groups: Any) -> Any:
         kept = cgutils.alloca_once(b, ir.ArrayType(_VF, rows))
         first = b.ptrtoint(kept, _I64)
-        step = min(rows, _MOST_ROWS[isa.level()])
+        step = min(rows, _MOST_ROWS.get(isa.level(), 4))
         with cgutils.for_range(b, _number(rows // step)) as loop:
-            begin = b.add(x, b.mul(_number(_record(format) * step), loop.index))
+            begin = b.add(x, b.mul(b.mul(stride, _number(step)), loop.index))
+            own = [b.add(begin, b.mul(stride, _number(row))) for row in range(step)]
             target = b.add(first, b.mul(loop.index, _number(4 * LANES * step)))
-            for index, total in enumerate(_emit_tile(b, format, begin, step, weight, ahead, groups)):
+            for index, total in enumerate(_emit_tile(b, format, own, weight, ahead, groups)):
                 place = b.inttoptr(plus(b, target, 4 * LANES * index), _VF.as_pointer())
                 b.store(total, place).align = 1
         return first
@@ -353,7 +313,7 @@ def looked_up(name: str, half: int) -> Any:
 
     @emitted(f32x16, i64, i64, i64, i64)
     def half_group(b: Any, block: Any, groups: Any, group: Any, lane: Any) -> Any:
-        codes, numbers = LANES * format.code_bytes, LANES * format.number_bytes
+        codes, numbers = LANES * format.code_bytes, 2 * LANES * format.numbers
         place = b.add(b.add(block, b.mul(group, _number(codes))), b.mul(lane, _number(4)))
         words = ir.Constant(ir.VectorType(_I32, 4), ir.Undefined)
         for quad in range(4):
