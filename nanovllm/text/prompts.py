@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -42,7 +42,7 @@ class Prompt:
     text: str | None
     token_ids: list[int] | None
     add_special_tokens: bool = True  # when the string is tokenised; a chat template writes them itself
-    packed: bytes | None = None  # the token ids as int32, if all of them fit
+    packed: bytes | None = field(default=None, compare=False)  # the token ids as int32, if all of them fit
 
 
 def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> tuple[list[Prompt | BadRow], list[str]]:

@@ -46,7 +46,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         if type(tokenizer).__name__.startswith("MistralCommon"):  # of a tekken.json beside the tokenizer.json
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-        _add_template(tokenizer, path)
+        _add_template(tokenizer, Path(path))
         if not tokenizer("a")["input_ids"]:  # transformers' result for a folder without tokenizer files
             raise ValueError("its vocabulary is empty")
         match_files(tokenizer, Path(path))

@@ -97,7 +97,7 @@ def test_a_layer_gives_its_backend_the_cache_and_its_scales(monkeypatch: pytest.
     layer.cache = KVCache(torch.zeros(1), torch.zeros(2), torch.ones(3), torch.ones(4))
     monkeypatch.setattr(decoder, "qk_norm_rope_store", lambda *inputs: seen.append(inputs) or turned)
     monkeypatch.setattr(ReferenceBackend, "forward", lambda _, *inputs: seen.append(inputs) or turned)
-    step: Any = Step(torch.arange(3), SimpleNamespace(slot_mapping=torch.zeros(3)))
+    step: Any = Step(torch.arange(3), SimpleNamespace(slot_mapping=torch.zeros(3), copies=None))
     layer(Normed.computed(torch.zeros(3, 64), torch.zeros(3, 64)), step)
     (q, k, v, rotation, cache, slots), attended = seen
     assert [x.shape for x in (q, k, v)] == [(3, 4, 16), (3, 2, 16), (3, 2, 16)]

@@ -13,7 +13,6 @@ import pytest
 
 import bench
 import nanovllm
-from nanovllm import isa
 from tools import bench_sampling
 from tools.benchmark import engines
 from tools.benchmark.engines import RoundRobin, row_sampling
@@ -106,9 +105,8 @@ def test_a_file_and_a_prefix_cache(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     result = _bench(capsys, "--workload", str(path), "--prefix-caching")
     assert (result["num_seqs"], result["tokens_out"], result["tokens_shared"]) == (3, 8, 0)
-    # The cache starts empty. The second long prompt finds all whole blocks of the first.
-    found = 9 * 64 if isa.has_kernels() else 37 * 16
-    assert result["phases"]["prefill"]["tokens"] == result["tokens_in"] - found
+    # The cache starts empty. The second long prompt is computed from the token on where it parts.
+    assert result["phases"]["prefill"]["tokens"] == result["tokens_in"] - 600
 
 
 @pytest.mark.parametrize("broken", [True, False])

@@ -206,7 +206,7 @@ def test_scales_are_split_with_their_rows(stored: Stored, products: bool) -> Non
             finish_loading(layer)
             method = layer.method
             assert isinstance(method, Fp8LinearMethod)
-            shared = stored is Stored.BLOCKS and name == "down_proj" and tp.size == 2  # 144 columns each
+            shared = stored.in_blocks and name == "down_proj" and tp.size == 2  # 144 columns each
             assert (method.dense is None) == (products and not shared)
             found[name] = method.weight.float() if method.dense is None else method.dense.dense()
         parts.append(found)

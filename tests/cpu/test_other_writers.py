@@ -125,10 +125,9 @@ def test_blocks_of_packed_modules(tmp_path: Path, family: str, sizes: dict[str, 
 
 def test_blocks_that_lie_in_two_parts_are_refused(tmp_path: Path) -> None:
     plain = write_tiny_model(tmp_path / "plain", "glm4", **GLM | {"intermediate_size": 192})
-    folder = write_fp8(plain, tmp_path / "fp8", "block")
     message = r"mlp\.gate_up_proj\.weight_scale_inv has scales of blocks of 128 rows, and gate_proj, up_proj"
-    with pytest.raises(ModelLoadError, match=message):
-        check_weights(load_model_config(folder), folder)
+    with pytest.raises(ModelLoadError, match=message):  # by the writer, which reads the file as a start does
+        write_fp8(plain, tmp_path / "fp8", "block")
 
 
 def write_scaled_blocks(plain: Path, target: Path) -> Path:

@@ -27,6 +27,7 @@ from nanovllm.outputs import (
 from nanovllm.text import prompts as forms
 from nanovllm.text.logprobs import LogprobDicts
 from nanovllm.text.prompts import Prompt, parse_prompt
+from nanovllm.text.token_ids import pack_token_ids
 from nanovllm.vllm_arguments import PROMPT
 
 LONG = 10**5000  # Python refuses to print it
@@ -154,7 +155,7 @@ def test_ambiguous_prompts(prompts: Any, error: type[Exception], message: str) -
 
 def test_a_token_id_that_cannot_be_printed_is_named_by_its_position() -> None:
     with pytest.raises(ValueError, match=r"prompts\[0\]: token id .* at position 1 is outside"):
-        forms.pack_token_ids([5, LONG], 10, "prompts[0]")
+        pack_token_ids([5, LONG], 10, "prompts[0]")
 
 
 # -- outputs -------------------------------------------------------------------------------------------------
