@@ -6,7 +6,7 @@
 # Seen:  the second place holds "green", the last value of the dictionary. Of dictionary-encoded integers the result is
 #        an integer array without any null. `Array.to_numpy`, `to_pylist` and a cast to the value type are right.
 #
-# Ours: nanovllm casts a dictionary to its values before it reads ids; columns stay Arrow's.
+# Ours: a dictionary is cast to its values before ids are read; columns stay Arrow's.
 #       tests/plan/test_ray_batches.py::test_an_id_has_the_same_text_beside_any_others[dictionary]
 set -euo pipefail
 folder=$(mktemp -d)
