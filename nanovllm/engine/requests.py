@@ -11,18 +11,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter, time
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from nanovllm.batch import Batch, TokenEvents
 from nanovllm.config import Config
-from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed, unlisted
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule
 from nanovllm.text.detokenizer import LONGEST_CUT, StopStrings
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Request
+
+if TYPE_CHECKING:  # jobs read rows with this file, and no torch
+    from nanovllm.models.config import ModelConfig
 
 
 def check_can_run(request: Request, config: Config, model: ModelConfig) -> None:

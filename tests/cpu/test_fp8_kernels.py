@@ -22,9 +22,9 @@ def test_quantised_weights(stored: Stored) -> None:
     codes, scales = quantise_weight(weight, stored)
     again, same = quantise_weight(weight, stored, scales)
     assert torch.equal(codes.view(torch.uint8), again.view(torch.uint8)) and torch.equal(scales, same)
-    shapes = {Stored.BLOCKS: (2, 3), Stored.TENSOR: (1,)}
+    shapes = {Stored.BLOCKS: (2, 3), Stored.SCALED_BLOCKS: (2, 3), Stored.TENSOR: (1,)}
     assert scales.shape == shapes.get(stored, (200, 1)) and (scales > 0).all()
-    wide = scales.kron(torch.ones(128, 128))[:200, :300] if stored is Stored.BLOCKS else scales
+    wide = scales.kron(torch.ones(128, 128))[:200, :300] if stored.in_blocks else scales
     error = (codes.float() * wide - weight).abs()
     assert (error <= (weight.abs() / 16).maximum(wide * 2**-10)).all()
     assert codes.float().abs().max() == 448

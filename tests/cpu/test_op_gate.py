@@ -54,8 +54,8 @@ def test_launches_of_triton_are_recorded(tmp_path: Path) -> None:
     launches = [line for line in lines[first:] if line.startswith("triton.")]
     names = ["_linear_kernel", "_decode_chunk_kernel", *4 * ["_linear_kernel"]]
     assert [line.split("(")[0] for line in launches] == [f"triton.{name}" for name in names]
-    assert launches[1].startswith("triton._decode_chunk_kernel(bf16[3,6,16], bf16[32,256,2,16], ")
-    assert ", grid=(2, 3, 1), HEADS=(6, 2, 16, 16, 256, 1), " in launches[1]
+    assert launches[1].startswith("triton._decode_chunk_kernel(bf16[3,6,16], bf16[32,128,2,16], ")
+    assert ", grid=(2, 3, 1), HEADS=(6, 2, 16, 16, 128, 1), " in launches[1]
     shapes = "bf16[3,64] in (32, 32), bf16[160,64] in (64, 32), None, None, bf16[3,160]"
     assert launches[0].startswith(f"triton._linear_kernel({shapes}, 3, 160, 64, grid=(3), ")
 
