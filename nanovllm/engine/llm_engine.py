@@ -338,7 +338,7 @@ class LLMEngine:
         """Return the request, or the error that it already has; ValueError if it can never run."""
         if isinstance(request, Request):
             try:
-                check_can_run(request, self.config, self.model_config)
+                check_can_run(request, self.config, self.model_config.has_head)
                 length = len(request.prompt_token_ids)
                 more = 1 if request.params.max_tokens != 0 else request.num_needed - length
                 self._executor.room.check_fits(length, more)

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter, time
-from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -24,12 +23,10 @@ from nanovllm.text.detokenizer import LONGEST_CUT, StopStrings
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Request
 
-if TYPE_CHECKING:  # jobs read rows with this file, and no torch
-    from nanovllm.models.config import ModelConfig
 
-
-def check_can_run(request: Request, config: Config, model: ModelConfig) -> None:
-    """Raise ValueError if this engine cannot run the request, whatever its length."""
+def check_can_run(request: Request, config: Config, has_head: bool) -> None:
+    """Raise ValueError if this engine cannot run the request, whatever its length. has_head: whether its model
+    has an LM head."""
     ranks, replicas = config.tensor_parallel_size, config.data_parallel_size
     if max(ranks, replicas) > 1 and request.params.logits_processors:
         raise ValueError(
@@ -37,7 +34,7 @@ def check_can_run(request: Request, config: Config, model: ModelConfig) -> None:
             f"data_parallel_size=1, not {ranks} and {replicas}; use logit_bias, allowed_token_ids or "
             "structured_outputs"
         )
-    if request.pooling is None and not model.has_head:
+    if request.pooling is None and not has_head:
         raise ValueError(
             "this model has no LM head (its files have no lm_head.weight, and config.json no "
             "tie_word_embeddings), so it draws and scores no tokens; embed() makes embeddings"
