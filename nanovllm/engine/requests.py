@@ -25,8 +25,8 @@ from nanovllm.text.prompts import Request
 
 
 def check_can_run(request: Request, config: Config, has_head: bool) -> None:
-    """Raise ValueError if this engine cannot run the request, whatever its length. has_head: whether its model
-    has an LM head."""
+    """Raise ValueError if this engine cannot run the request, whatever its length. has_head: whether its
+    model has an LM head."""
     ranks, replicas = config.tensor_parallel_size, config.data_parallel_size
     if max(ranks, replicas) > 1 and request.params.logits_processors:
         raise ValueError(
