@@ -2,9 +2,9 @@
 # What does torch make of a negative number in float8_e8m0fnu, the dtype of scales in MX formats, which has no sign?
 # Guess: NaN (byte 255), which the format has, so that a reader notices the wrong scale.
 # Seen: the sign is dropped: -2.0 becomes byte 128, 2.0. Infinity does become NaN; 0.0 becomes 2**-127.
-# Ours: scales of all dtypes must be above 0 before they are used, tests/cpu/test_fp8_files.py::
+# Ours: scales of all dtypes must be above 0 before they are used, tests/cpu/models/test_fp8_files.py::
 # test_scales_that_are_refused_before_memory_is_taken; bytes are read as exponents, and 255 is refused,
-# tests/cpu/test_other_writers.py::test_scales_that_are_powers_of_two.
+# tests/cpu/models/test_other_writers.py::test_scales_that_are_powers_of_two.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

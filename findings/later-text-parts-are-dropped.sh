@@ -2,7 +2,7 @@
 # transformers 5.24.0 with LLaVA-NeXT's chat template, as TRL 1.16.0 ships it: an answer's later text parts are lost.
 # Guess: a template that reads lists of parts, and writes all text parts of a user, writes all of an assistant too.
 # Seen:  the user's "one" and "two" are written, of the assistant's only "three", without an error.
-# Our own: tests/cpu/test_message_forms.py::test_contents, with FIRST_PART
+# Our own: tests/cpu/text/test_message_forms.py::test_contents, with FIRST_PART
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

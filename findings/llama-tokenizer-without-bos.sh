@@ -3,7 +3,7 @@
 # Guess: transformers 5 begins a text with <s> there, as transformers 4 does and as the docstring of its class says
 #        ("add_bos_token ... defaults to True").
 # Seen:  4.57.1 begins with <s> and 5.24.0 does not; with "add_bos_token": true both do.
-# Ours:  tests/cpu/test_file_tokenizers.py, test_a_folder_with_a_sentencepiece_model
+# Ours:  tests/cpu/text/test_file_tokenizers.py, test_a_folder_with_a_sentencepiece_model
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -3,7 +3,7 @@
 # Guess: {"type": "integer", "exclusiveMinimum": 2^53, "exclusiveMaximum": 2^53 + 2} has the answer 2^53 + 1, or is
 #        refused, since float64 has both limits.
 # Seen:  the only answer is 9007199254740992, the limit that is excluded: 1 is added to it as float64.
-# Our own: tests/cpu/test_json_schemas.py::test_limits_without_a_number_between_them_are_refused
+# Our own: tests/cpu/text/test_json_schemas.py::test_limits_without_a_number_between_them_are_refused
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -3,7 +3,7 @@
 # Guess: its documentation says that listed properties are enforced uniquely, so with {"a": {"const": 1}} no accepted
 #        text has another value of "a" for a reader of JSON.
 # Seen:  {"a":1,"\u0061":2} is accepted, and json.loads gives {"a": 2}. json_allowed_escapes without u prevents it.
-# Our own: tests/cpu/test_json_schemas.py::test_a_name_cannot_be_written_in_another_way
+# Our own: tests/cpu/text/test_json_schemas.py::test_a_name_cannot_be_written_in_another_way
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

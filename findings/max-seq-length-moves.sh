@@ -3,7 +3,7 @@
 # Guess: as max_seq_length in sentence_bert_config.json, where files on the hub have it.
 # Seen: that file has no such key any more; the length is model_max_length of tokenizer_config.json, which other readers
 # of the folder take for a mere property of the tokenizer. Longer texts are cut off without a word.
-# Ours: both files are read, texts are used whole, and a warning says so, tests/cpu/test_embedding_models.py::
+# Ours: both files are read, texts are used whole, and a warning says so, tests/cpu/models/test_embedding_models.py::
 # test_texts_that_sentence_transformers_cuts_off.
 set -euo pipefail
 folder=$(mktemp -d)

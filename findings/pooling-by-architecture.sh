@@ -3,7 +3,7 @@
 # Guess: by the mean, the default of its Pooling module, whatever the folder holds.
 # Seen: by the last token if architectures of config.json is LlamaForCausalLM, and by the mean if it is LlamaModel, so
 # that the same decoder saved without its LM head gives other embeddings. Neither is normalised.
-# Ours: embed() takes the last token of both, and normalises, as docs/options.md says, tests/cpu/test_embedding_models.py
+# Ours: embed() takes the last token of both, and normalises, as docs/options.md says, tests/cpu/models/test_embedding_models.py
 # ::test_without_such_files_the_last_token_is_normalised.
 set -euo pipefail
 folder=$(mktemp -d)

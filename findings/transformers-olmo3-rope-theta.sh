@@ -5,7 +5,7 @@
 #   window only have no scaling.
 # Seen: the layers without a window get it. Those with a window get the class's default, 500,000: the key is taken out
 #   for the first kind of layer, and is missing for the second.
-# Ours: tests/cpu/test_spellings.py::test_ropes_of_kinds_of_layers
+# Ours: tests/cpu/models/test_spellings.py::test_ropes_of_kinds_of_layers
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -7,7 +7,7 @@
 # Seen:  OLMo 2, gpt-oss, Gemma 2 and Gemma 3 multiply in float32 and round once (at most 0.5 ulp from the exact
 #        value); Llama, Qwen3, Phi-3, GLM-4, EXAONE 4, Granite and ERNIE 4.5 round twice (up to 1.4 ulp). OLMo 2 and
 #        ERNIE 4.5 rotate by float32 cosines, the others by bfloat16 ones.
-# Ours:  rounds once in every family: tests/cpu/test_roundings.py
+# Ours:  rounds once in every family: tests/cpu/kernels/test_roundings.py
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

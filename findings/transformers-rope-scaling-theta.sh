@@ -6,7 +6,7 @@
 #   from_pretrained(..., rope_theta=500.0) sets theta.
 # Seen: rope_scaling replaces rope_parameters whole, and theta becomes the class's default, 10,000, without a word.
 #   The keyword rope_theta changes nothing.
-# Ours: tests/cpu/test_spellings.py::test_rope_settings_by_every_spelling
+# Ours: tests/cpu/models/test_spellings.py::test_rope_settings_by_every_spelling
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

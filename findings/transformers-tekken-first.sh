@@ -6,7 +6,7 @@
 # Seen: once mistral-common is installed (other packages bring it along), the same call on the same folder of a
 #   Mistral gives a MistralCommonBackend made of tekken.json, with another vocabulary and other ids. Its
 #   added_tokens_decoder is a method, and not the dictionary that other tokenizers have.
-# Ours: tests/cpu/test_files.py::test_a_tokenizer_of_mistral_common_beside_another
+# Ours: tests/cpu/models/test_files.py::test_a_tokenizer_of_mistral_common_beside_another
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

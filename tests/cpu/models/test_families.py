@@ -313,7 +313,7 @@ def test_variants_are_refused_by_name(
 def test_the_documents_add_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example runs as it stands, with another path and random weights."""
     inside.keep_families(monkeypatch)
-    text = (Path(__file__).parents[2] / "docs/options.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/options.md").read_text()
     example = text.partition("## Models")[2].partition("```python\n")[2].partition("```")[0]
     folder = write_config(
         tmp_path, Setting("llama", {"architectures": ["MyForCausalLM"], "sliding_window": 5})

@@ -16,7 +16,7 @@ import torch
 
 from nanovllm.device import Device
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 class GPU(Device):

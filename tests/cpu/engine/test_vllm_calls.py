@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 def test_every_default_of_vllm_is_accepted() -> None:
     """The defaults that vLLM 0.32 itself states, but for objects; both as arguments and as `vars(args)`."""
-    defaults = json.loads((Path(__file__).parents[1] / "data" / "vllm_defaults.json").read_text())
+    defaults = json.loads((Path(__file__).parents[2] / "data" / "vllm_defaults.json").read_text())
     assert len(defaults["EngineArgs"]) > 230 and len(defaults["SamplingParams"]) > 30
     for name, value in defaults["EngineArgs"].items():
         EngineArgs(model="x", **{name: value})

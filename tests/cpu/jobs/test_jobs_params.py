@@ -20,7 +20,7 @@ from nanovllm.config import Config
 from nanovllm.jobs import main as arguments
 from tools.bench_jobs import LoadedLLM
 
-DOCS = Path(__file__).parent.parent.parent / "docs/jobs.md"
+DOCS = Path(__file__).parents[3] / "docs/jobs.md"
 # The places of the table in docs/jobs.md, in its order, each with the max_tokens that the tests have it give.
 PLACES: dict[str, int | None] = {"row": 5, "command line": 6, "format": None, "model": 8, "class": 64}
 

@@ -1,5 +1,6 @@
 """Whole programs whose standard output is closed, or whose reader has left: no traceback of this library, and
-the exit code says what happened. tests/cpu/test_jobs.py has `nanovllm check` and `nanovllm run` on one rank.
+the exit code says what happened. tests/cpu/jobs/test_jobs.py has `nanovllm check` and `nanovllm run` on one
+rank.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 SECONDS = 120  # against hangs
 SCRIPT = """
 import sys

@@ -17,7 +17,7 @@ from eval_demo_model import answer, evaluate, log_probabilities
 from nanovllm import SamplingParams, demo_model_path
 
 GREEDY = SamplingParams(temperature=0, max_tokens=300)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from cpu_kernel_cases import threads
+from cpu_kernel_cases import TESTS, threads
 
 from nanovllm import isa
 from nanovllm.kernels.cpu.int_layout import (
@@ -67,7 +67,7 @@ def test_products_and_rows_are_those_of_plain_torch() -> None:
 
 def in_subprocess(code: str, **variables: str) -> str:
     here = os.path.dirname(__file__)
-    program = f"import sys; sys.path[:0] = {[here, os.path.dirname(here)]}\n{code}"
+    program = f"import sys; sys.path[:0] = {[here, str(TESTS)]}\n{code}"
     environment = os.environ | variables
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
