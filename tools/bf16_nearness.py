@@ -163,7 +163,7 @@ def _open(folder: Path, args: argparse.Namespace) -> LLM:
         **{"device": args.device, "dtype": "bfloat16", "skip_tokenizer_init": True, "max_logprobs": -1},
         **{"enable_prefix_caching": False, "max_model_len": 2 * args.positions + 2},
         **{"max_num_seqs": args.max_num_seqs, "enforce_eager": args.enforce_eager},
-        **({"gpu_memory_utilization": 0.5} if args.device == "cuda" else {}),
+        kv_cache_memory_bytes=2**30,
     )
 
 

@@ -67,6 +67,32 @@ def _scan_kernel(
     tl.store(counts_ptr + cell, tl.sum(((x >= chosen) & live).to(tl.int32), axis=0))
 
 
+@jit()
+def _normalizer_kernel(
+    block_max_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    normalizers_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    blocks: int,
+    PADDED: tl.constexpr,
+) -> None:
+    """One program per row: the log-sum-exp of its blocks, NaN if not finite, and its rank.
+
+    It always adds in the same order; a reduction of torch adds in an order that follows the number of rows.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, PADDED)
+    cells = row * blocks + block
+    block_max = tl.load(block_max_ptr + cells, mask=block < blocks, other=float("-inf"))
+    sums = tl.load(sums_ptr + cells, mask=block < blocks, other=0.0)
+    top = tl.max(block_max, axis=0)
+    total = tl.sum(sums * tl.exp(block_max - top), axis=0)
+    tl.store(normalizers_ptr + row, top + tl.log(total))
+    counts = tl.load(counts_ptr + cells, mask=block < blocks, other=0)
+    tl.store(ranks_ptr + row, tl.sum(counts, axis=0).to(tl.int64))
+
+
 @jit("ids_ptr", "k")
 def _take_kernel(
     logits_ptr: tl.tensor,
@@ -149,9 +175,12 @@ def _token_logprobs_triton(
             logits, token_ids, block_max, sums, counts, seg_max, logits.stride(0), vocab, blocks,
             BLOCK=BLOCK, SEGMENT=SEGMENT, num_warps=2,
         )  # fmt: skip
-    ranks = counts.sum(dim=1)
-    best = block_max.amax(dim=1)
-    normalizers = best + (sums * (block_max - best[:, None]).exp()).sum(dim=1).log()
+    normalizers = torch.empty(rows, dtype=torch.float32, device=device)
+    ranks = torch.empty(rows, dtype=torch.int64, device=device)
+    if rows:
+        _normalizer_kernel[(rows,)](
+            block_max, sums, counts, normalizers, ranks, blocks, PADDED=next_power_of_2(blocks), num_warps=1
+        )
     normalizers = _normalizers(normalizers, normalize)
     if k > FEW:
         return _with_top_tokens(logits, token_ids.clamp(min=0)[:, None], ranks, normalizers, seg_max, k)
