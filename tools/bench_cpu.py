@@ -7,7 +7,9 @@
     python -m tools.bench_cpu transformers MODEL --option dtype=bfloat16  # one padded batch
 
 Prompts are common words, one token each in most vocabularies, with a fixed seed; temperature 0.6, and every
-answer has its full length. `long` counts words of prompts instead. Run engines in turn, on an idle machine.
+answer has its full length. `long` counts words of prompts instead. `label-64-200` has 64 rows that share 200
+words, other ones in every run; only such workloads use prefix caches. Run engines in turn, on an idle
+machine.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ TEMPERATURE = 0.6
 
 
 class Work(NamedTuple):
-    """Prompts, each of `least` to `most` words, and the tokens of an answer."""
+    """Prompts, each of `least` to `most` words after `shared` common ones, and the tokens of an answer."""
 
     prompts: int
     least: int
     most: int
     tokens: int
+    shared: int = 0
 
 
 WORKLOADS = {
@@ -38,19 +41,21 @@ WORKLOADS = {
     "few": Work(16, 16, 120, 64),
     "one": Work(1, 30, 30, 256),
     "long": Work(8, 1000, 1000, 1),
+    **{f"label-{rows}-{n}": Work(rows, 20, 60, 4, n) for rows in (64, 500) for n in (50, 200, 500)},
 }
 
 
-def prompts_of(work: Work) -> list[str]:
-    rng, words = random.Random(0), TEXT.split()
+def prompts_of(work: Work, seed: int = 0) -> list[str]:
+    rng, words = random.Random(seed), TEXT.split()
     lengths = [rng.randint(work.least, work.most) for _ in range(work.prompts)]
-    return [" ".join(rng.choice(words) for _ in range(length)) for length in lengths]
+    shared = [rng.choice(words) for _ in range(work.shared)]
+    return [" ".join([*shared, *(rng.choice(words) for _ in range(length))]) for length in lengths]
 
 
 def nanovllm_engine(model: str, options: dict[str, Any]) -> Generate:
     from nanovllm import LLM, SamplingParams
 
-    llm = LLM(model, device="cpu", enable_prefix_caching=False, **options)
+    llm = LLM(model, device="cpu", **options)
 
     def generate(prompts: list[str], tokens: int) -> None:
         params = SamplingParams(temperature=TEMPERATURE, max_tokens=tokens, ignore_eos=True)
@@ -63,7 +68,7 @@ def nanovllm_engine(model: str, options: dict[str, Any]) -> Generate:
 def vllm_engine(model: str, options: dict[str, Any]) -> Generate:
     import vllm
 
-    llm = vllm.LLM(model, enable_prefix_caching=False, max_model_len=2048, **options)
+    llm = vllm.LLM(model, max_model_len=2048, **options)
 
     def generate(prompts: list[str], tokens: int) -> None:
         params = vllm.SamplingParams(temperature=TEMPERATURE, max_tokens=tokens, ignore_eos=True)
@@ -77,6 +82,7 @@ def openvino_engine(model: str, options: dict[str, Any]) -> Generate:
 
     schedule = openvino_genai.SchedulerConfig()
     schedule.cache_size, schedule.max_num_seqs, schedule.max_num_batched_tokens = 2, 256, 8192
+    schedule.enable_prefix_caching = options.pop("enable_prefix_caching")
     pipeline = openvino_genai.LLMPipeline(model, "CPU", scheduler_config=schedule, **options)
 
     def generate(prompts: list[str], tokens: int) -> None:
@@ -129,6 +135,7 @@ ENGINES: dict[str, Callable[[str, dict[str, Any]], Generate]] = {
     "vllm": vllm_engine,
     "transformers": transformers_engine,
 }
+SHARING = ("nanovllm", "openvino", "vllm")  # those with a prefix cache
 
 
 def rates(generate: Generate, work: Work, runs: int) -> list[float]:
@@ -136,7 +143,9 @@ def rates(generate: Generate, work: Work, runs: int) -> list[float]:
     prompts = prompts_of(work)
     generate(prompts[:4], min(work.tokens, 8))
     found = []
-    for _ in range(runs):
+    for run in range(runs):
+        if work.shared:
+            prompts = prompts_of(work, run + 1)
         start = perf_counter()
         generate(prompts, work.tokens)
         counted = work.prompts * (work.tokens if work.tokens > 1 else work.least)
@@ -161,9 +170,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--option", action="append", type=option, default=[], help="NAME=VALUE of the engine")
     args = parser.parse_args(argv)
     start = perf_counter()
-    generate = ENGINES[args.engine](args.model, dict(args.option))
+    names = args.only or ["mixed", "equal", "one"]
+    options = dict(args.option)
+    if args.engine in SHARING:
+        options["enable_prefix_caching"] = any(WORKLOADS[name].shared for name in names)
+    generate = ENGINES[args.engine](args.model, options)
     print(f"start of the engine, with its imports: {perf_counter() - start:.1f} s", flush=True)
-    for name in args.only or ("mixed", "equal", "one"):
+    for name in names:
         work = WORKLOADS[name]
         if args.tokens:
             work = work._replace(tokens=args.tokens)
