@@ -30,18 +30,23 @@ from nanovllm.kernels.paged import (
 
 # Launch choices, measured on H200s: for prompts of 20 to 28,000 tokens, and after cached prefixes
 # (docs/log/2026-11-22-what-users-do.md and 2026-11-23-prefixes.md).
-_GROUPED_HEADS = 4  # query heads whose programs run in parallel, so that they read few KV heads
+_GROUPED_HEADS = 4  # programs of one tile that run in parallel, so that they read few KV heads
 
 
 class Tiles(NamedTuple):
     """The tile sizes of one launch."""
 
-    rows: int  # queries of a program
+    rows: int  # queries of a program, of each of its heads
     columns: int  # keys that it reads at once
     warps: int
     stages: int  # the maximum; limited by shared memory
     described: bool = False  # read caches through tensor descriptors, with the tensor memory accelerator
     registers: int | None = None  # maximum for a thread
+
+    def heads(self, group: int) -> int:
+        """The query heads of a program, of the `group` that share a KV head: all, so that few new tokens fill
+        its rows, but one with descriptors, whose prompts are long."""
+        return 1 if self.described else group
 
     def bytes(self, dim: int, q_size: int, cell_size: int, stages: int) -> int:
         """The shared memory that a program needs, in bytes."""
@@ -54,11 +59,11 @@ _LARGE, _LARGE_IN_WINDOW = Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2)
 # For heads of more than 256 elements (Gemma 4): keys and values of a tile take up to 64 KiB.
 _WIDEST, _WIDEST_IN_FEW_BYTES = Tiles(64, 32, 8, 2), Tiles(32, 16, 4, 2)
 # For heads of 65 to 128 elements of 16 bits. LONG has one program per multiprocessor. They round differently.
-SHORT = Tiles(64, 32, 4, 3)
+SHORT = Tiles(64, 32, 4, 3, registers=128)
 WIDE = Tiles(64, 64, 4, 3)
 LONG = Tiles(128, 128, 8, 3, described=True)
-_LONG_CONTEXT = 1024  # positions of the longest context; beyond it WIDE takes 9 to 17 % less time
-_LONG_PROMPT = 1024  # average new tokens of a sequence from which LONG pays
+_LONG_CONTEXT = 512  # positions of the longest context; beyond it WIDE is faster (1,000: 10 %; 4,000: 22 %)
+_LONG_PROMPT = 2048  # average new tokens of a sequence from which LONG pays (8,192: 11 %)
 
 
 def _tiles(
@@ -114,6 +119,7 @@ def _prefill_kernel(
     q_stride_h: int,
     table_stride: int,
     GROUPED_HEADS: tl.constexpr,
+    PACKED: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -122,48 +128,50 @@ def _prefill_kernel(
     WINDOW: tl.constexpr = 0,
     SOFTCAP: tl.constexpr = 0.0,
 ) -> None:
-    """One program per (tile of queries, sequence, query head).
+    """One program per (tile of rows, sequence, PACKED query heads of a KV head).
 
-    A group of heads runs tile by tile, then the next group. The last tile reads the most keys, so it starts
-    first; else the device would wait for it at the end. Key tiles start at multiples of BLOCK_N in every
-    chunk, so a query's bits do not depend on how its prompt was split. With a WINDOW the first one is that
-    of the first query; tiles before a query's own window change nothing.
+    The rows are the queries of these heads, token by token. Some heads run tile by tile, then the next ones.
+    The last tile reads the most keys, so it starts first; else the device would wait for it at the end. Key
+    tiles start at multiples of BLOCK_N in every chunk, so a query's bits do not depend on how its prompt was
+    split. With a WINDOW the first one is that of the first query; tiles before a query's own window change
+    nothing.
     """
     Q_HEADS: tl.constexpr = HEADS.q_heads
     HEAD_DIM: tl.constexpr = HEADS.head_dim
     DIM: tl.constexpr = HEADS.dim
-    groups: tl.constexpr = Q_HEADS // GROUPED_HEADS
+    groups: tl.constexpr = Q_HEADS // (GROUPED_HEADS * PACKED)
     sequence = (tl.program_id(2) // groups).to(tl.int64)
-    head = tl.program_id(2) % groups * GROUPED_HEADS + tl.program_id(0)
-    kv_head = head // HEADS.group
+    first_head = (tl.program_id(2) % groups * GROUPED_HEADS + tl.program_id(0)) * PACKED
+    kv_head = first_head // HEADS.group
     first_token = tl.load(starts_ptr + sequence)
     queries = tl.load(starts_ptr + sequence + 1) - first_token
     first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
-    if first_row >= queries:
+    if first_row >= queries * PACKED:
         return
     context = tl.load(contexts_ptr + sequence)
     rows = first_row + tl.arange(0, BLOCK_M)
-    last = context - queries + rows  # the last position that each row sees: its own
+    last = context - queries + rows // PACKED  # the last position that each row sees: its own
+    head = first_head + rows % PACKED
     dims = tl.arange(0, DIM)
-    mask = (rows < queries)[:, None] & (dims < HEAD_DIM)[None, :]
-    tokens = first_token.to(tl.int64) + rows
-    q_ptrs = q_ptr + tokens[:, None] * q_stride_t + head * q_stride_h + dims[None, :]
+    mask = (rows < queries * PACKED)[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = first_token.to(tl.int64) + rows // PACKED
+    q_ptrs = q_ptr + (tokens * q_stride_t + head * q_stride_h)[:, None] + dims[None, :]
     q, state = start_softmax(tl.load(q_ptrs, mask=mask, other=0.0), HEADS)
     if k_scale_ptr is not None:
         scale_log2 *= tl.load(k_scale_ptr + kv_head)
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head).to(tl.float32)
-        state = with_sinks(state, tl.zeros((BLOCK_M,), tl.float32) + sink)
+        state = with_sinks(state, tl.load(sinks_ptr + head).to(tl.float32))
 
     table_ptr = tables_ptr + sequence * table_stride
-    first_last = context - queries + first_row
-    end = tl.minimum(context, first_last + BLOCK_M)
+    first_last = context - queries + first_row // PACKED
+    past_last = context - queries + (first_row + BLOCK_M - 1) // PACKED + 1
+    end = tl.minimum(context, past_last)
     whole = tl.maximum(first_last + 1, 0) // BLOCK_N * BLOCK_N  # all rows see all positions before this
     cache = (k_ptr, v_ptr, table_ptr)
     inside = 0  # from here to `whole` all rows see all positions
     if WINDOW:
         start = window_start(first_last + 1, WINDOW, BLOCK_N)
-        inside = window_start(first_last + BLOCK_M + BLOCK_N - 1, WINDOW, BLOCK_N)
+        inside = window_start(past_last + BLOCK_N - 1, WINDOW, BLOCK_N)
         inside = tl.minimum(inside, whole)
         pages = load_pages(table_ptr, start, end, HEADS.page, BLOCK_N)
         state, pages = attend_range(
@@ -219,7 +227,7 @@ def _prefill_kernel(
         SOFTCAP,
     )
     attended = finish_softmax(state, context, v_scale_ptr, kv_head, HEADS)[0]
-    out_ptrs = out_ptr + (tokens[:, None] * Q_HEADS + head) * HEAD_DIM + dims[None, :]
+    out_ptrs = out_ptr + ((tokens * Q_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
     tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -260,8 +268,11 @@ def paged_prefill_attention_triton(
         assert heads.dim == heads.head_dim and heads.page % tiles.columns == 0
         row, block = heads.kv_heads * heads.dim, [tiles.columns, heads.dim]
         k, v = (TensorDescriptor(x, [len(x) * heads.page, row], [row, 1], block) for x in (k, v))
-    grouped = math.gcd(_GROUPED_HEADS, heads.q_heads)
-    grid = (grouped, -(-max_seqlen_q // tiles.rows), len(context_lens) * (heads.q_heads // grouped))
+    packed = tiles.heads(heads.group)
+    programs = heads.q_heads // packed
+    grouped = math.gcd(_GROUPED_HEADS, programs)
+    blocks = -(-max_seqlen_q * packed // tiles.rows)
+    grid = (grouped, blocks, len(context_lens) * (programs // grouped))
     _prefill_kernel[grid](
         q,
         k,
@@ -277,6 +288,7 @@ def paged_prefill_attention_triton(
         q.stride(1),
         block_tables.stride(0),
         GROUPED_HEADS=grouped,
+        PACKED=packed,
         HEADS=heads,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns,
