@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.kinds import unknown
+
 # Keys that each type must have, besides "rope_theta", which has a default.
 _REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -142,7 +144,9 @@ class RopeConfig:
             return int(stated * self.factor)
         if self.rope_type == "yarn":
             return max(stated, int(self.original_max_position * self.factor))
-        return stated  # llama3 and longrope state the scaled length
+        if self.rope_type in ("default", "llama3", "longrope", "proportional"):
+            return stated  # the scaled length
+        raise unknown("rope type", self.rope_type)
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many elements of a head are rotated, by angle 0 or another."""
@@ -196,7 +200,9 @@ def _frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
         return frequencies / config.factor
     if config.rope_type == "llama3":
         return _llama3_frequencies(config, frequencies)
-    return frequencies
+    if config.rope_type in ("default", "dynamic"):
+        return frequencies
+    raise unknown("rope type", config.rope_type)
 
 
 def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
@@ -232,8 +238,10 @@ def _yarn_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
 
 def attention_factor(config: RopeConfig) -> float:
     """The factor of cosines and sines; 1 for all types except yarn and longrope."""
-    if config.rope_type not in ("yarn", "longrope"):
+    if config.rope_type in ("default", "linear", "dynamic", "llama3", "proportional"):
         return 1.0
+    if config.rope_type not in ("yarn", "longrope"):
+        raise unknown("rope type", config.rope_type)
     if config.attention_factor is not None:
         return config.attention_factor
     if config.rope_type == "longrope":
