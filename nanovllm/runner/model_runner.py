@@ -24,7 +24,6 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.kernels.cpu.checking import CHECKED
 from nanovllm.kernels.decode_attention import least_chunk
-from nanovllm.kernels.kinds import unknown
 from nanovllm.kernels.last_tokens import take_tokens
 from nanovllm.kernels.logits import WORD
 from nanovllm.kernels.paged import KVCache
@@ -308,11 +307,10 @@ class ModelRunner:
         else:
             if batch.kind is StepKind.DECODE:
                 arrays = prepare_decode(batch, self.block_size, shared)
-            elif batch.kind is StepKind.PREFILL:
+            else:
+                assert batch.kind is StepKind.PREFILL, f"no code here for the step {batch.kind!r}"
                 in_halves = self.routed is None and overlaps(batch, self.tp.size)
                 arrays = prepare_prefill(batch, self.block_size, in_halves)
-            else:
-                raise unknown("step", batch.kind)
             inputs = self.staging.send(arrays)()
             step = UndrawnStep(batch, self.run_model(inputs), inputs)
         if batch.extras.has_rules:
