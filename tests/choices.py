@@ -1,4 +1,4 @@
-"""Choices by kind in source code, found with `ast`: what code does with a kind that none of its branches names.
+"""Choices by kind in source code, found with `ast`: what code does with a kind that no branch names.
 
 A kind is a string, a member of an enum or a dtype; in Triton kernels also the constant KIND. A choice
 compares one expression with kinds: an `if` with its `elif`s, `if`s in a row whose bodies leave, or a ternary.
