@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from choices import choices
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
 
@@ -157,6 +158,45 @@ def test_products_are_in_one_place(path: Path) -> None:
         if isinstance(node, ast.Call):
             assert ast.unparse(node.func).split(".")[-1] not in PRODUCTS, ast.unparse(node)
         assert not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)), ast.unparse(node)
+
+
+# Where a kind is chosen: of an activation, a dtype, a way to store weights, ... In kernels every single
+# comparison counts; elsewhere many ask for what one kind has more than the others, so chains count.
+CHOOSES = {"kernels": 1, "attention": 2, "quantization": 2, "layers": 2, "distributed": 2, "runner": 2}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if room_of(module_of(path)) in CHOOSES], ids=lambda path: module_of(path)
+)
+def test_no_bare_else_picks_a_kind(path: Path) -> None:
+    """A kind that nobody has taught to this code is an error, not the kind that comes last."""
+    least = CHOOSES[room_of(module_of(path))]
+    found = [each for each in choices(ast.parse(path.read_text())) if each.branches >= least]
+    assert [each for each in found if not each.closed] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "closed"),
+    [
+        ("if kind == 'a':\n    x = 1\nelse:\n    x = 2", False),
+        ("if kind == 'a':\n    x = 1\nelif kind == 'b':\n    x = 2", False),
+        (
+            "if kind == 'a':\n    x = 1\nelif kind == 'b':\n    x = 2\nelse:\n    raise unknown('x', kind)",
+            True,
+        ),
+        ("if KIND == 1:\n    x = 1\nelse:\n    x = 2", False),
+        ("if KIND == 1:\n    x = 1\nelse:\n    tl.static_assert(False)", True),
+        ("def f():\n    if x.dtype == torch.int8:\n        return 1\n    return 2", False),
+        ("def f():\n    if x.dtype == torch.int8:\n        return 1\n    return TABLE[x.dtype]", True),
+        ("def f():\n    if x in ('a', 'b'):\n        return 1\n    raise unknown('x', x)", True),
+        ("x = 1 if stored is Stored.ROWS else 2", False),
+        ("x = {'a': 1}.get(kind, 2)", False),
+        ("if kind == 'a':\n    x += 1", True),
+    ],
+)
+def test_choices_by_kind_are_found(code: str, closed: bool) -> None:
+    (choice,) = choices(ast.parse(code))
+    assert choice.closed is closed
 
 
 MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 400, 60, 8

@@ -7,11 +7,13 @@ Everything is float32; an unknown type is an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from nanovllm.kernels.kinds import Kinds, unknown
 
 # Keys that each type must have, besides "rope_theta", which has a default.
 _REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
@@ -142,7 +144,9 @@ class RopeConfig:
             return int(stated * self.factor)
         if self.rope_type == "yarn":
             return max(stated, int(self.original_max_position * self.factor))
-        return stated  # llama3 and longrope state the scaled length
+        if self.rope_type in ("default", "llama3", "longrope", "proportional"):
+            return stated  # the scaled length
+        raise unknown("rope type", self.rope_type)
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many elements of a head are rotated, by angle 0 or another."""
@@ -180,28 +184,36 @@ def _exponents(head_dim: int) -> torch.Tensor:
 
 def _frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     """The angle per position of each pair of dimensions, [head_dim / 2]."""
-    if config.rope_type == "yarn":
-        return _yarn_frequencies(config, head_dim)
-    frequencies = 1.0 / (config.theta ** _exponents(head_dim))
-    if config.rope_type == "longrope":
-        if len(config.long_factor) != head_dim // 2:
-            raise ValueError(
-                f"rope type 'longrope' needs {head_dim // 2} factors, and the config has "
-                f"{len(config.long_factor)}"
-            )
-        return 1.0 / (torch.tensor(config.long_factor) * config.theta ** _exponents(head_dim))
-    if config.rope_type == "proportional":
-        frequencies[int(config.rotary_share * head_dim // 2) :] = 0
-    if config.rope_type in ("linear", "proportional"):
-        return frequencies / config.factor
-    if config.rope_type == "llama3":
-        return _llama3_frequencies(config, frequencies)
+    return _FREQUENCIES[config.rope_type](config, head_dim)
+
+
+def _plain_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    return 1.0 / (config.theta ** _exponents(head_dim))
+
+
+def _linear_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    return _plain_frequencies(config, head_dim) / config.factor
+
+
+def _proportional_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    frequencies = _linear_frequencies(config, head_dim)
+    frequencies[int(config.rotary_share * head_dim // 2) :] = 0
     return frequencies
 
 
-def _llama3_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+def _longrope_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    if len(config.long_factor) != head_dim // 2:
+        raise ValueError(
+            f"rope type 'longrope' needs {head_dim // 2} factors, and the config has "
+            f"{len(config.long_factor)}"
+        )
+    return 1.0 / (torch.tensor(config.long_factor) * config.theta ** _exponents(head_dim))
+
+
+def _llama3_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     """Divide slow frequencies by `factor`, keep fast ones, interpolate between them (Llama 3.1)."""
     trained, low, high = config.original_max_position, config.low_freq_factor, config.high_freq_factor
+    frequencies = _plain_frequencies(config, head_dim)
     wavelengths = 2 * math.pi / frequencies
     scaled = torch.where(wavelengths > trained / low, frequencies / config.factor, frequencies)
     smooth = (trained / wavelengths - low) / (high - low)
@@ -230,10 +242,26 @@ def _yarn_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     return 1.0 / (config.factor * base) * (1 - kept) + 1.0 / base * kept
 
 
+_FREQUENCIES: Kinds[str, Callable[[RopeConfig, int], torch.Tensor]] = Kinds(
+    "rope type",
+    {
+        "default": _plain_frequencies,
+        "linear": _linear_frequencies,
+        "dynamic": _plain_frequencies,
+        "llama3": _llama3_frequencies,
+        "yarn": _yarn_frequencies,
+        "longrope": _longrope_frequencies,
+        "proportional": _proportional_frequencies,
+    },
+)
+
+
 def attention_factor(config: RopeConfig) -> float:
     """The factor of cosines and sines; 1 for all types except yarn and longrope."""
-    if config.rope_type not in ("yarn", "longrope"):
+    if config.rope_type in ("default", "linear", "dynamic", "llama3", "proportional"):
         return 1.0
+    if config.rope_type not in ("yarn", "longrope"):
+        raise unknown("rope type", config.rope_type)
     if config.attention_factor is not None:
         return config.attention_factor
     if config.rope_type == "longrope":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm import isa
+from nanovllm.attention.base import cache_dtype
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
@@ -270,7 +271,7 @@ def usable_length(config: Config, model_config: ModelConfig, device: Device, max
     limited, ranks = model_config.up_to(max_model_len), config.tensor_parallel_size
     values, most_values = limited.cached_values(ranks, far=True), limited.cached_values(ranks)
     dtype = device.resolve_dtype(config.dtype, model_config.dtype)
-    item = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
+    item = cache_dtype(config.kv_cache_dtype, dtype).itemsize
     num_bytes = device.memory()[1] if device.is_cuda else CPU_KV_CACHE_BYTES // ranks
     block = config.kvcache_block_size or _LARGEST_BLOCK
     most = (config.kv_cache_memory_bytes or num_bytes) // (max(values, 1) * item)

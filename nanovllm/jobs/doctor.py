@@ -14,6 +14,7 @@ import torch
 
 from nanovllm import isa
 from nanovllm.attention.backends import BACKENDS, select
+from nanovllm.attention.base import cache_dtype
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.distributed.group import TPGroup
@@ -99,8 +100,8 @@ def _model(config: Config, device: Device) -> Iterator[str]:
     pooling = read_embedding_defaults(path, model).pooling
     if not model.has_head:
         yield f"no LM head: it makes embeddings alone, by default of {pooling} hidden states"
-    cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
-    yield _backend(config, device, model, (dtype, cache_dtype))
+    cached = cache_dtype(config.kv_cache_dtype, dtype)
+    yield _backend(config, device, model, (dtype, cached))
     longest = resolve_max_model_len(config.max_model_len, model)
     yield f"max_model_len: {longest:,} of the model's {model.max_position_embeddings:,} positions"
     yield from _tokenizer(config, path)
@@ -110,7 +111,7 @@ def _model(config: Config, device: Device) -> Iterator[str]:
     yield f"weights: {need / _GIB:.2f} GiB{each}; {free / _GIB:.2f} of {total / _GIB:.2f} GiB are free"
     check_weights_fit(need, [(free, total)] * size, config, device)
     yield from _files(checkpoint, model, config)
-    yield _room(config, device, model, (need, cache_dtype.itemsize, longest))
+    yield _room(config, device, model, (need, cached.itemsize, longest))
 
 
 def _folder(config: Config) -> Path:
@@ -126,14 +127,14 @@ def _folder(config: Config) -> Path:
 def _backend(
     config: Config, device: Device, model: ModelConfig, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> str:
-    dtype, cache_dtype = dtypes
+    dtype, cached = dtypes
     asked, specs = config.attention_backend, model.attention
-    chosen = select(asked, device, dtype, specs, cache_dtype, config.deterministic)
+    chosen = select(asked, device, dtype, specs, cached, config.deterministic)
     reasons = []
     for backend in BACKENDS:
         if isinstance(chosen, backend):
             break
-        reason = backend.unavailable(device, dtype, cache_dtype) or backend.unsupported(specs)
+        reason = backend.unavailable(device, dtype, cached) or backend.unsupported(specs)
         reasons.append(f"{backend.name}: {reason or 'only for tests on a CPU'}")
     return f"attention backend: {chosen.name}" + (f" (no {'; no '.join(reasons)})" if reasons else "")
 

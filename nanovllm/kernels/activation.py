@@ -9,12 +9,13 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl, wide
 from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
+from nanovllm.kernels.kinds import Kinds, unknown
 
 _BLOCK = 1024  # columns of a program, measured on an H200 (docs/log/2026-11-22-techniques.md)
 _ROW_WARPS = 16  # at most, of a program for a whole row
 
 # Besides SiLU, for kernels: GELU, and gpt-oss's SwiGLU. Triton 3.6 takes no string as a default.
-_KINDS = {"": 0, "tanh": 1, "erf": 2, "clamped": 3}
+_KINDS = Kinds("activation", {"": 0, "tanh": 1, "erf": 2, "clamped": 3})
 _ALPHA, _LIMIT = 1.702, 7.0  # of the clamped SwiGLU
 
 
@@ -28,7 +29,9 @@ def gated(
     LIMIT: tl.constexpr = _LIMIT,
 ) -> tl.tensor:
     """act(gate) * up of float32 values, rounded once to `dtype`. KIND: of _KINDS."""
-    if KIND == 1:  # 1 + tanh(x) is 2 / (1 + exp(-2 x))
+    if KIND == 0:
+        active = gate / (1.0 + tl.exp(-gate))
+    elif KIND == 1:  # 1 + tanh(x) is 2 / (1 + exp(-2 x))
         cubic = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         active = gate / (1.0 + tl.exp(-2.0 * cubic))
     elif KIND == 2:
@@ -38,7 +41,7 @@ def gated(
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
         active = gate / (1.0 + tl.exp(-ALPHA * gate))
     else:
-        active = gate / (1.0 + tl.exp(-gate))
+        tl.static_assert(False, "no code here for this KIND of activation")
     return (active * up).to(dtype)
 
 
@@ -139,9 +142,13 @@ def silu_and_mul_reference(x: torch.Tensor, kind: str = "") -> torch.Tensor:
     if kind == "clamped":
         gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
         return (gate * torch.sigmoid(_ALPHA * gate) * (up + 1.0)).to(x.dtype)
-    if kind:
-        return (F.gelu(gate, approximate="tanh" if kind == "tanh" else "none") * up).to(x.dtype)
-    return (F.silu(gate) * up).to(x.dtype)
+    if kind == "tanh":
+        return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
+    if kind == "erf":
+        return (F.gelu(gate) * up).to(x.dtype)
+    if kind == "":
+        return (F.silu(gate) * up).to(x.dtype)
+    raise unknown("activation", kind)
 
 
 silu_and_mul = by_device(silu_and_mul_triton, silu_and_mul_reference, "activation.silu_and_mul")
@@ -168,7 +175,7 @@ class Activation(Enum):
 
     def and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """act(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N]."""
-        return silu_and_mul(x) if self is Activation.SILU else silu_and_mul(x, self.kind)
+        return silu_and_mul(x, self.kind)
 
     @property
     def kind(self) -> str:
@@ -181,9 +188,12 @@ class Activation(Enum):
         return _KINDS[self.kind]
 
 
-_KIND_OF = {
-    Activation.SILU: "",
-    Activation.GELU: "erf",
-    Activation.GELU_TANH: "tanh",
-    Activation.CLAMPED: "clamped",
-}
+_KIND_OF = Kinds(
+    "activation",
+    {
+        Activation.SILU: "",
+        Activation.GELU: "erf",
+        Activation.GELU_TANH: "tanh",
+        Activation.CLAMPED: "clamped",
+    },
+)

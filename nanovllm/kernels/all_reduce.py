@@ -17,6 +17,7 @@ The all-to-all sends columns and does not wait: a later sum over the ranks acts 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +27,13 @@ from nanovllm.kernels.rms_norm import add_rms_norm_reference, normalised
 TURNS = 3
 EMPTY = -(2**15)  # every two bytes of a buffer: -0.0 in 16-bit types, next to -0.0 in float32
 EMPTY_BY_SIZE = {2: EMPTY, 4: -(2**31) + 2**15}  # the same pattern by element size in bytes
+
+
+def _bits(x: torch.Tensor) -> Any:
+    """The integers that carry x's elements. ValueError for elements of another size."""
+    if x.element_size() not in EMPTY_BY_SIZE:
+        raise ValueError(f"{x.dtype} cannot be sent: elements have 2 or 4 bytes")
+    return tl.int16 if x.element_size() == 2 else tl.int32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -245,7 +253,7 @@ def _launch(
         N_PADDED=padded,
         ROW=row,
         ROW_PADDED=next_power_of_2(row),
-        BITS=tl.int16 if itemsize == 2 else tl.int32,
+        BITS=_bits(x),
         EMPTY=EMPTY_BY_SIZE[itemsize],
         TWO_SHOT=two_shot,
         num_warps=row_warps(padded),  # not more: one thread waits for each element
@@ -354,7 +362,7 @@ def all_to_all_triton(
         columns,
         first_column,
         rows_per_rank,
-        BITS=tl.int16 if x.element_size() == 2 else tl.int32,
+        BITS=_bits(x),
         num_warps=4,
         **pdl_options(x),
     )

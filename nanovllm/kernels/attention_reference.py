@@ -45,6 +45,7 @@ def decode_attend_reference(
     q: torch.Tensor, cache: KVCache, gathered: Gathered, scale: float, variant: Variant = PLAIN
 ) -> torch.Tensor:
     """Attention of q [S, q_heads, head_dim] over the slots of `decode_gather_reference`, in float32."""
+    cache.check()
     slots, bias = gathered
     if len(slots) <= GATHERED_CELLS:
         return _attend_gathered(q, cache, gathered, scale, variant)
@@ -106,6 +107,7 @@ def paged_prefill_attention_reference(
     variant: Variant = PLAIN,
 ) -> torch.Tensor:
     """`paged_prefill_attention_triton` in plain torch, in float32, one sequence at a time; also variants."""
+    cache.check()
     page, kv_heads = cache.k.shape[1:3]
     group = q.shape[1] // kv_heads
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)

@@ -28,6 +28,21 @@ GROUP = 128  # columns that share a scale, and rows of a weight, in checkpoints 
 _LEAST = 1e-30  # the least maximum of a scale, so that its inverse is finite
 
 
+def group_of(scales: torch.Tensor, rows: int) -> int | None:
+    """Columns that share a scale, where scales have so many dimensions of rows, and perhaps one of groups;
+    None: all. ValueError for another number of dimensions."""
+    if scales.dim() not in (rows, rows + 1):
+        raise ValueError(f"scales of FP8 have {rows} or {rows + 1} dimensions here, not {scales.dim()}")
+    return None if scales.dim() == rows else GROUP
+
+
+def rows_of_scale(codes: int, scales: int) -> int:
+    """Rows that share a scale, of so many rows of codes and of scales. ValueError for neither 1 nor GROUP."""
+    if scales not in (codes, -(-codes // GROUP)):
+        raise ValueError(f"{codes} rows of FP8 have as many scales, or one for {GROUP}, not {scales}")
+    return 1 if scales == codes else GROUP
+
+
 class Fp8Rows(NamedTuple):
     """Rows [T, K]: codes * scales."""
 
@@ -44,7 +59,7 @@ class Fp8Rows(NamedTuple):
     @property
     def group(self) -> int | None:
         """Columns that share a scale; None: all."""
-        return None if self.scales.dim() == 1 else GROUP
+        return group_of(self.scales, 1)
 
     def float(self) -> torch.Tensor:
         """The rows in float32."""
@@ -53,7 +68,9 @@ class Fp8Rows(NamedTuple):
 
 def expanded(scales: torch.Tensor, columns: int) -> torch.Tensor:
     """Scales [R] or [R, ceil(columns / GROUP)] as a factor of [R, columns]."""
-    return scales[:, None] if scales.dim() == 1 else scales.repeat_interleave(GROUP, 1)[:, :columns]
+    if group_of(scales, 1) is None:
+        return scales[:, None]
+    return scales.repeat_interleave(GROUP, 1)[:, :columns]
 
 
 def padded_row(n: int, group: int | None) -> int:

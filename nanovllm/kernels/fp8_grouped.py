@@ -14,7 +14,13 @@ import torch
 from nanovllm.kernels.activation import gated, silu_and_mul_reference
 from nanovllm.kernels.compat import INTERPRETED, await_inputs, jit, multiprocessors, pdl_options, tl
 from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles
-from nanovllm.kernels.fp8 import GROUP, Fp8Rows, quantise_rows_reference, quantise_rows_triton
+from nanovllm.kernels.fp8 import (
+    Fp8Rows,
+    group_of,
+    quantise_rows_reference,
+    quantise_rows_triton,
+    rows_of_scale,
+)
 from nanovllm.kernels.fp8_matmul import Fp8Weight, fp8_dot, fp8_linear_reference
 from nanovllm.kernels.grouped_matmul import ExpertChoice, ExpertTile, sum_experts_triton
 from nanovllm.kernels.matmul import descriptor, in_bands
@@ -31,7 +37,7 @@ class Fp8Experts(NamedTuple):
     @property
     def group(self) -> int | None:
         """Columns that share a scale; None: all."""
-        return None if self.scales.dim() == 2 else GROUP
+        return group_of(self.scales, 2)
 
     def expert(self, index: int) -> Fp8Weight:
         """The weight of one expert, in the same memory."""
@@ -217,7 +223,7 @@ def fp8_grouped_triton(
         GATHER=gather,
         SCATTER=scatter,
         GROUP=weight.group,
-        GROUP_ROWS=1 if scales.shape[1] == codes.shape[1] else GROUP,
+        GROUP_ROWS=rows_of_scale(codes.shape[1], scales.shape[1]),
         ROWS=tiles.rows,
         COLUMNS=tile.columns,
         BLOCK_K=tile.k,

@@ -26,7 +26,7 @@ from nanovllm.kernels.compat import (
     tl,
     use_triton,
 )
-from nanovllm.kernels.fp8 import GROUP, Fp8Rows, expanded
+from nanovllm.kernels.fp8 import GROUP, Fp8Rows, expanded, group_of, rows_of_scale
 from nanovllm.kernels.matmul import Tile, descriptor, in_bands, store_tile
 
 # Costs as in `kernels/matmul.py`, fitted to an H200 and the four products of a layer of Qwen3-8B, with 4 to
@@ -61,12 +61,12 @@ class Fp8Weight(NamedTuple):
     @property
     def group(self) -> int | None:
         """Columns that share a scale; None: all."""
-        return None if self.scales.dim() == 1 else GROUP
+        return group_of(self.scales, 1)
 
     @property
     def group_rows(self) -> int:
         """Rows that share a scale."""
-        return 1 if len(self.scales) == len(self.codes) else GROUP
+        return rows_of_scale(len(self.codes), len(self.scales))
 
     def float(self) -> torch.Tensor:
         """The weight in float32."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels.kinds import Kinds, unknown
 from nanovllm.kernels.mxfp4 import BYTES, SCALE_BIAS, VALUES
 
 SUB = 32  # columns of the weight in a tile that one code of each word gives
@@ -19,7 +20,8 @@ MXFP4 = 0  # in place of the columns of a group
 SIGN_BITS, SIZE_BITS = (15, 12, 13, 14), (6, 3, 0, 9)  # of MXFP4: few instructions make bfloat16 of them
 OCTET_BIAS = 253  # 127, and the 126 by which the exponent of a code's bits in bfloat16 is too small
 MAX_MXFP4_SCALE = 128  # a scale's byte in a file; larger ones have no bfloat16 with that bias
-_BASE = {torch.bfloat16: 128, torch.float16: 1024}  # a float to whose last bits a code is added
+# A float to whose last bits a code is added.
+_BASE = Kinds("dtype of 4 bits", {torch.bfloat16: 128, torch.float16: 1024})
 
 
 class Int4Weight(NamedTuple):
@@ -71,6 +73,8 @@ class Int4Experts:
         dtype: torch.dtype = torch.bfloat16,
     ) -> Int4Experts:
         """Zeros."""
+        if group not in (MXFP4, SUB, 2 * SUB) and (group <= 0 or group % BLOCK):
+            raise ValueError(f"groups of 4 bits have 32, 64 or a multiple of {BLOCK} columns, not {group}")
         blocks = -(-k // BLOCK)
         groups = blocks if group == MXFP4 else -(-blocks * BLOCK // group)
         words = torch.zeros(experts, blocks, n, SUB, dtype=torch.int16, device=device)
@@ -126,6 +130,8 @@ def dequantise_reference(words: torch.Tensor, weight: Int4Weight, dtype: torch.d
     that of the scales. Of MXFP4 value * scale."""
     if weight.group == MXFP4:
         return _dequantise_mxfp4(words, weight, dtype)
+    if weight.group <= 0:
+        raise unknown("group of 4 bits", weight.group)
     scales, zeros = (each.repeat_interleave(weight.group, 0) for each in unpack_scales(weight.scales, dtype))
     codes = unpack_codes(words, weight.k).T.to(torch.int32)
     values = (codes - zeros[: weight.k]).float() * scales[: weight.k].float()

@@ -19,6 +19,10 @@ from nanovllm.kernels.int4_layout import (
     Int4Weight,
     dequantise_reference,
 )
+from nanovllm.kernels.kinds import Kinds
+
+# The constants of kernels, by name: without Triton there are none.
+_DTYPES = Kinds("dtype of 4 bits", {torch.bfloat16: "bfloat16", torch.float16: "float16"})
 
 
 def _text(asm: str) -> Any:
@@ -70,9 +74,11 @@ _MXFP4_0, _MXFP4_1, _MXFP4_2, _MXFP4_3 = (_asm_mxfp4(place) for place in range(4
 @jit()
 def _values(words: tl.tensor, zero: tl.tensor, J: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
     """Codes J of int16 `words` [..., SUB] minus zero points, exactly. zero [...]: -(base + zero point)."""
+    tl.static_assert(J >= 0 and J < 4, "a word has codes 0 to 3")
     zero = tl.broadcast_to(tl.expand_dims(zero, -1), words.shape)
     if INTERPRETED:
-        base: tl.constexpr = 128.0 if tl.bfloat16 == DTYPE else 1024.0
+        base: tl.constexpr = 128.0 * (tl.bfloat16 == DTYPE) + 1024.0 * (tl.float16 == DTYPE)
+        tl.static_assert(base > 0, "no code here for this DTYPE of 4 bits")
         codes = ((words.to(tl.int32) >> (4 * J)) & 15).to(tl.float32)
         values = (codes + base + zero.to(tl.float32)).to(DTYPE)
     elif tl.bfloat16 == DTYPE:
@@ -84,20 +90,24 @@ def _values(words: tl.tensor, zero: tl.tensor, J: tl.constexpr, DTYPE: tl.conste
             values = _two(_BF16_2, words, zero)
         else:
             values = _two(_BF16_3, words, zero)
-    elif J == 0:
-        values = _two(_F16_0, words, zero)
-    elif J == 1:
-        values = _two(_F16_1, words, zero)
-    elif J == 2:
-        values = _two(_F16_2, words, zero)
+    elif tl.float16 == DTYPE:
+        if J == 0:
+            values = _two(_F16_0, words, zero)
+        elif J == 1:
+            values = _two(_F16_1, words, zero)
+        elif J == 2:
+            values = _two(_F16_2, words, zero)
+        else:
+            values = _two(_F16_3, words, zero)
     else:
-        values = _two(_F16_3, words, zero)
+        tl.static_assert(False, "no code here for this DTYPE of 4 bits")
     return values
 
 
 @jit()
 def _mxfp4_values(words: tl.tensor, octets: tl.tensor, J: tl.constexpr) -> tl.tensor:
     """Codes J of int16 `words` [..., SUB] times their scales, bytes J of `octets` [...], in bfloat16."""
+    tl.static_assert(J >= 0 and J < 4, "a word has codes 0 to 3")
     octets = tl.broadcast_to(tl.expand_dims(octets, -1), words.shape)
     if INTERPRETED:
         bits = words.to(tl.int32)
@@ -142,8 +152,10 @@ def _scaled(values: tl.tensor, scale: tl.tensor, DTYPE: tl.constexpr) -> tl.tens
         values = (values.to(tl.float32) * scale.to(tl.float32)).to(DTYPE)
     elif tl.bfloat16 == DTYPE:
         values = _two(_BF16_MUL, values, scale)
-    else:
+    elif tl.float16 == DTYPE:
         values = _two(_F16_MUL, values, scale)
+    else:
+        tl.static_assert(False, "no code here for this DTYPE of 4 bits")
     return values
 
 
@@ -166,8 +178,10 @@ def code_values(
     """The values of codes J of `words` [..., SUB], whose words of scales are `pair` [...]."""
     if GROUP == 0:  # MXFP4
         values = _mxfp4_values(words, pair, J)
-    else:
+    elif GROUP > 0:
         values = _scaled(_values(words, _zero_of(pair, DTYPE), J, DTYPE), _scale_of(pair, DTYPE), DTYPE)
+    else:
+        tl.static_assert(False, "no code here for this GROUP of 4 bits")
     return values
 
 
@@ -175,6 +189,7 @@ def code_values(
 def first_scale(block: tl.tensor, GROUP: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """The number of the words of scales that codes 0 of a block have; for GROUP 64 those of codes 2 follow,
     for 32 those of all codes."""
+    tl.static_assert(GROUP == 0 or GROUP == 32 or GROUP == 64 or (GROUP > 0 and GROUP % BLOCK == 0))
     return block if GROUP == 0 else block * BLOCK // GROUP  # 0: MXFP4
 
 
@@ -224,7 +239,7 @@ def waited(total: tl.tensor) -> tl.tensor:
 
 def triton_dtype(dtype: torch.dtype) -> Any:
     """The constant of a kernel for `dtype`, float16 or bfloat16."""
-    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+    return getattr(tl, _DTYPES[dtype])
 
 
 @jit()

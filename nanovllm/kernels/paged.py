@@ -11,16 +11,20 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.kernels.compat import INTERPRETED, jit, next_power_of_2, tl
+from nanovllm.kernels.kinds import Kinds
 
 # Kernels read an FP8 cache as int16: two neighbouring elements of a head in one word. Words can be loaded
 # from shared memory in the layout of tensor cores; bytes cannot, which reaches two thirds of the speed.
 FP8 = torch.float8_e4m3fn
+_WORD = Kinds(  # elements of a head in one element of the cache as kernels read it
+    "dtype of a KV cache", {FP8: 2, torch.bfloat16: 1, torch.float16: 1, torch.float32: 1}
+)
 LOG2_E = math.log2(math.e)
 
 
 def as_words(cache: torch.Tensor) -> torch.Tensor:
     """The cache as kernels read it: unchanged, or FP8 as int16 with half as many elements."""
-    return cache.view(torch.int16) if cache.dtype == FP8 else cache
+    return cache.view(torch.int16) if _WORD[cache.dtype] == 2 else cache
 
 
 def dequantized(cells: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -68,7 +72,8 @@ class Heads(NamedTuple):
     def of(cls, q: torch.Tensor, cache: KVCache) -> Heads:
         """The heads of queries [T, q_heads, head_dim] and a cache; checks the layout of both."""
         assert cache.k.is_contiguous() and cache.v.is_contiguous() and q.stride(2) == 1
-        step = 2 if cache.k.dtype == FP8 else 1
+        cache.check()
+        step = _WORD[cache.k.dtype]
         page, kv_heads, head_dim = cache.k.shape[1:]
         dim = max(16 * step, next_power_of_2(head_dim))
         return cls(q.shape[1], kv_heads, head_dim, dim, page, step)
@@ -307,3 +312,9 @@ class KVCache(NamedTuple):
     v: torch.Tensor
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+
+    def check(self) -> None:
+        """ValueError for a cache that no kernel reads or writes, by its dtype and its scales."""
+        needs = _WORD[self.k.dtype] == 2
+        if not needs == (self.k_scale is not None) == (self.v_scale is not None):
+            raise ValueError(f"a KV cache of {self.k.dtype} {'needs' if needs else 'takes no'} scales")

@@ -228,7 +228,7 @@ def qk_norm_rope_store_triton(
     assert q.stride(2) == 1 and k.stride(2) == 1 and v.stride(2) == 1
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32 and cos_sin.shape[1] == head_dim
-    assert (k_cache.dtype == FP8) == (k_scale is not None) == (v_scale is not None)
+    cache.check()
     kv_tile = min(_KV_TILE, next_power_of_2(kv_heads))
     q_tile_padded = next_power_of_2(q_heads // kv_heads * kv_tile)
     half_padded = next_power_of_2(head_dim // 2)
@@ -316,6 +316,7 @@ def qk_norm_rope_store_reference(
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """`qk_norm_rope_store` in plain torch."""
+    cache.check()
     angles = rotation.cos_sin.index_select(0, rotation.positions)
     q = _rotate_reference(q, rotation.q_weight, angles, rotation)
     k = _rotate_reference(k, rotation.k_weight, angles, rotation)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from nanovllm.kernels.kinds import Kinds
 from nanovllm.kernels.matmul import is_aligned
 from nanovllm.quantization.base import (
     ExpertsMethod,
@@ -98,10 +99,20 @@ def _named(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {error}") from None
 
 
+_NEEDED: Kinds[Kind, tuple[str, ...]] = Kinds(  # methods of `LinearMethod` that a weight needs
+    "kind of weight",
+    {
+        "linear": (),
+        "lm_head": (),
+        "embedding": ("embed",),
+        "tied_embedding": ("embed", "first_rows"),
+    },
+)
+
+
 def _check_kind(name: str, kind: Kind, method: type[LinearMethod]) -> None:
     """Raise ValueError with the weight's name if its method cannot do what a weight of its kind needs."""
-    needed = {"embedding": ["embed"], "tied_embedding": ["embed", "first_rows"]}.get(kind, [])
-    missing = [each for each in needed if getattr(method, each) is getattr(LinearMethod, each)]
+    missing = [each for each in _NEEDED[kind] if getattr(method, each) is getattr(LinearMethod, each)]
     if missing:
         raise ValueError(
             f"{name}: {method.__name__} cannot store a weight of kind {kind!r}, as it has no "

@@ -18,6 +18,7 @@ from nanovllm.attention.base import AttentionBackend, StepMetadata
 from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.copy_cells import copy_cells
+from nanovllm.kernels.kinds import unknown
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.rotary import Rotation, q_norm_rope_reference, qk_norm_rope_store
 from nanovllm.layers.heads_norm import HeadsNorm
@@ -95,6 +96,8 @@ class Attention(WeightLayer):
             self.q_norm = RMSNorm(head_dim, eps, offset=config.norm_offset)
             if spec.kv_from is None:
                 self.k_norm = RMSNorm(head_dim, eps, offset=config.norm_offset)
+        elif spec.qk_norm is not None:
+            raise unknown("q/k norm", spec.qk_norm)
         self.register_parameter("sinks", None)
         if spec.sinks:
             own = self.spec.num_heads

@@ -173,7 +173,8 @@ class IntegerConfig(QuantConfig):
     def method(self, path: str, kind: Kind) -> LinearMethod:
         if path.rpartition(".")[2] in _ROUTERS:
             return super().method(path, kind)
-        return IntegerLinearMethod(self.format if kind == "linear" else "Q8_0")
+        formats: dict[Kind, str] = dict.fromkeys(("lm_head", "embedding", "tied_embedding"), "Q8_0")
+        return IntegerLinearMethod((formats | {"linear": self.format})[kind])
 
     def experts(self, path: str) -> ExpertsMethod:
         return IntegerExpertsMethod(self.format, self.format)

@@ -14,6 +14,7 @@ from torch import nn
 
 from nanovllm.kernels.fp8 import FP8, FP8_MAX, GROUP
 from nanovllm.kernels.fp8_matmul import Fp8Weight
+from nanovllm.kernels.kinds import Kinds, unknown
 from nanovllm.quantization.base import (
     FLOATS,
     WeightMethod,
@@ -41,7 +42,7 @@ class Stored(Enum):
     @property
     def in_blocks(self) -> bool:
         """Whether a scale is that of a block."""
-        return self in (Stored.BLOCKS, Stored.SCALED_BLOCKS)
+        return _IN_BLOCKS[self]
 
     @property
     def group(self) -> int | None:
@@ -51,10 +52,30 @@ class Stored(Enum):
     def scales(self, weight: WeightShard) -> WeightShard:
         """The shard of the scales of a weight's shard. Every rank reads all of them."""
         n, k = weight.shape
-        name = "weight_scale_inv" if self is Stored.BLOCKS else "weight_scale"
-        shape = {Stored.ROWS: (n, 1), Stored.TENSOR: (1,)}.get(self, (-(-n // GROUP), -(-k // GROUP)))
+        blocks = -(-n // GROUP), -(-k // GROUP)
+        scales: dict[Stored, tuple[str, tuple[int, ...]]] = {
+            Stored.FLOATS: ("weight_scale", (n, 1)),
+            Stored.ROWS: ("weight_scale", (n, 1)),
+            Stored.TENSOR: ("weight_scale", (1,)),
+            Stored.BLOCKS: ("weight_scale_inv", blocks),
+            Stored.SCALED_BLOCKS: ("weight_scale", blocks),
+        }
+        name, shape = Kinds(_WAY, scales)[self]
         whole = replace(WeightShard.whole(name, shape), module=weight.module)
         return replace(whole, dtypes=_SCALE_DTYPES, scale=True)
+
+
+_WAY = "way to store weights in FP8"
+_IN_BLOCKS = Kinds(
+    _WAY,
+    {
+        Stored.FLOATS: False,
+        Stored.ROWS: False,
+        Stored.TENSOR: False,
+        Stored.BLOCKS: True,
+        Stored.SCALED_BLOCKS: True,
+    },
+)
 
 
 def quantise_weight(
@@ -119,9 +140,11 @@ class Part:
         elif param == "weight":
             self.arrived.add("floats")
             self._quantise(source, device)
-        elif param != "input_scale":
+        elif param in ("weight_scale", "weight_scale_inv"):
             self.arrived.add("scales")
             self._store_scales(scale_values(source[...]).to(device))
+        elif param != "input_scale":
+            raise unknown("tensor of a weight in FP8", param)
 
     def finish(self) -> None:
         """ValueError if codes or their scales are missing; forget what has arrived."""

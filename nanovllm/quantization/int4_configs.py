@@ -103,7 +103,7 @@ def from_gptq(stated: Mapping[str, Any]) -> QuantConfig:
     _one_of(stated, "is_marlin_format", False, default=False)
     skipped = _ROUTERS + _without(stated.get("dynamic") or {})
     head = _one_of(stated, "lm_head", False, True, default=False)
-    return Int4Config(gptq(group, sorts, 2 if written == "gptq_v2" else 1), skipped, _modules(stated), head)
+    return Int4Config(gptq(group, sorts, {"gptq": 1, "gptq_v2": 2}[written]), skipped, _modules(stated), head)
 
 
 def _without(dynamic: Any) -> tuple[str, ...]:

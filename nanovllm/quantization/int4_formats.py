@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from nanovllm.kernels.kinds import Kinds, unknown
 from nanovllm.quantization.base import WeightShard, WeightSource
 
 Role = Literal["codes", "scales", "zeros", "order", "shape"]
@@ -33,7 +34,7 @@ class Int4Shard(WeightShard):
 
     def wrong_value(self, source: WeightSource) -> str | None:
         """A value that this tensor must not have, for an error."""
-        if self.role not in ("scales", "order", "shape"):
+        if self.role in ("codes", "zeros"):
             return None
         values = source[:]
         if self.role == "scales":
@@ -41,10 +42,12 @@ class Int4Shard(WeightShard):
             need = "finite and not 0"
         elif self.role == "order":
             return self._wrong_order(values.long())
-        else:
+        elif self.role == "shape":
             assert self.weight is not None
             bad = values if values.tolist() != list(self.weight.shape) else values[:0]
             need = f"the shape {list(self.weight.shape)}"
+        else:
+            raise unknown("tensor of a weight in 4 bits", self.role)
         return f"{bad.flatten()[0].item()}, which must be {need}" if bad.numel() else None
 
     def _wrong_order(self, values: torch.Tensor) -> str | None:
@@ -109,17 +112,14 @@ class Int4Format:
     def _shard(
         self, weight: WeightShard, role: Role, param: str, shape: tuple[int, ...], groups: int = 0
     ) -> Int4Shard:
-        dtypes: dict[Role, tuple[torch.dtype, ...]] = {
-            "scales": _SCALE_DTYPES,
-            "order": (torch.int32, torch.int64),
-            "shape": (torch.int64, torch.int32),
+        tensors: dict[Role, tuple[tuple[torch.dtype, ...], float | None]] = {  # dtypes and dummies
+            "codes": ((torch.int32,), None),
+            "scales": (_SCALE_DTYPES, _DUMMY_SCALE),
+            "zeros": ((torch.int32,), float(_MIDDLE)),
+            "order": ((torch.int32, torch.int64), 0.0),
+            "shape": ((torch.int64, torch.int32), 0.0),
         }
-        dummies: dict[Role, float] = {
-            "scales": _DUMMY_SCALE,
-            "zeros": float(_MIDDLE),
-            "order": 0.0,
-            "shape": 0.0,
-        }
+        dtypes, dummy = Kinds("tensor of a weight in 4 bits", tensors)[role]
         if len(shape) == 2 and not self.outputs_first:
             shape = shape[::-1]
         return Int4Shard(
@@ -130,8 +130,8 @@ class Int4Format:
             start=0,
             length=shape[0],
             offset=weight.offset,
-            dtypes=dtypes.get(role, (torch.int32,)),
-            dummy=dummies.get(role),
+            dtypes=dtypes,
+            dummy=dummy,
             role=role,
             weight=weight,
             groups=groups,
@@ -191,7 +191,7 @@ def awq(group: int, zero_points: bool) -> Int4Format:
 
 def gptq(group: int, sorts: bool, version: int) -> Int4Format:
     """AutoGPTQ's and GPTQModel's checkpoint formats "gptq" (1) and "gptq_v2" (2)."""
-    less = _ONES if version == 1 else 0
+    less = {1: _ONES, 2: 0}[version]
     return Int4Format("GPTQ", group, "qweight", "scales", "qzeros", "g_idx", sorts, less=less)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Weight, pack_codes, pack_scales
+from nanovllm.kernels.kinds import unknown
 from nanovllm.quantization.base import WeightMethod, WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.int4_formats import Int4Format, Int4Shard
 
@@ -83,8 +84,10 @@ class Int4Method(WeightMethod):
             read = self.format.read_scales(source, rows, groups)
         elif shard.role == "zeros":
             read = self.format.read_zeros(source, rows, groups)
-        else:
+        elif shard.role in ("order", "shape"):
             read = source[:]
+        else:
+            raise unknown("tensor of a weight in 4 bits", shard.role)
         waiting = self._waiting.setdefault(part, {})
         waiting[shard.role] = torch.empty_like(read, device=self.device).copy_(read)
         if len(waiting) == len(self.format.shards(part)):

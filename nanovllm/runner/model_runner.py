@@ -16,7 +16,7 @@ import torch
 
 from nanovllm import isa
 from nanovllm.attention.backends import resolve_block_size, select
-from nanovllm.attention.base import SharedPrefixes
+from nanovllm.attention.base import SharedPrefixes, cache_dtype
 from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, StepSize, TokenMasks
 from nanovllm.config import Config
 from nanovllm.device import Device
@@ -88,7 +88,7 @@ class ModelRunner:
         device.make_current()
         self._held_by_others = device.tensor_bytes()  # other engines of this process, or a trainer
         self.dtype = device.resolve_dtype(config.dtype, model_config.dtype)
-        self.cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
+        self.cache_dtype = cache_dtype(config.kv_cache_dtype, self.dtype)
         kinds = self.dtype, model_config.attention, self.cache_dtype
         self.backend = select(config.attention_backend, device, *kinds, config.deterministic)
         self.block_size = resolve_block_size(config.kvcache_block_size, self.backend)
@@ -308,6 +308,7 @@ class ModelRunner:
             if batch.kind is StepKind.DECODE:
                 arrays = prepare_decode(batch, self.block_size, shared)
             else:
+                assert batch.kind is StepKind.PREFILL, f"no code here for the step {batch.kind!r}"
                 in_halves = self.routed is None and overlaps(batch, self.tp.size)
                 arrays = prepare_prefill(batch, self.block_size, in_halves)
             inputs = self.staging.send(arrays)()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty
+from nanovllm.kernels.kinds import Kinds
 
 _PIECE = 1024  # columns of a program
 # Of the clamped SwiGLU, and of GELU's approximation by tanh.
@@ -27,20 +28,23 @@ def _make(dtype: str, kind: str) -> Callable[..., None]:
     alpha, limit, root, cubic = (float32(each) for each in (_ALPHA, _LIMIT, _ROOT, _CUBIC))
     one, half, root_half = float32(1.0), float32(0.5), float32(0.5**0.5)
 
-    @njit(nogil=True, error_model="numpy")
-    def gated(gate: object, up: object) -> object:
-        if kind == "clamped":
-            gate = minimum(splat(limit), gate)
-            up = add(minimum(splat(limit), maximum(splat(-limit), up)), splat(one))
-            return mul(div(gate, add(splat(one), exp(mul(gate, splat(-alpha))))), up)
-        if kind == "erf":
-            active = mul(mul(gate, splat(half)), erfc(mul(gate, splat(-root_half))))
-        elif kind == "tanh":  # 1 + tanh(x) is 2 / (1 + exp(-2 x))
-            inner = add(gate, mul(mul(mul(gate, gate), gate), splat(cubic)))
-            active = div(gate, add(splat(one), exp(mul(inner, splat(-root - root)))))
-        else:
-            active = div(gate, add(splat(one), exp(sub(splat(float32(0.0)), gate))))
-        return mul(active, up)
+    def silu(gate: object, up: object) -> object:
+        return mul(div(gate, add(splat(one), exp(sub(splat(float32(0.0)), gate)))), up)
+
+    def gelu(gate: object, up: object) -> object:
+        return mul(mul(mul(gate, splat(half)), erfc(mul(gate, splat(-root_half)))), up)
+
+    def gelu_tanh(gate: object, up: object) -> object:  # 1 + tanh(x) is 2 / (1 + exp(-2 x))
+        inner = add(gate, mul(mul(mul(gate, gate), gate), splat(cubic)))
+        return mul(div(gate, add(splat(one), exp(mul(inner, splat(-root - root))))), up)
+
+    def clamped(gate: object, up: object) -> object:
+        gate = minimum(splat(limit), gate)
+        up = add(minimum(splat(limit), maximum(splat(-limit), up)), splat(one))
+        return mul(div(gate, add(splat(one), exp(mul(gate, splat(-alpha))))), up)
+
+    functions = {"": silu, "erf": gelu, "tanh": gelu_tanh, "clamped": clamped}
+    gated = njit(nogil=True, error_model="numpy")(Kinds("activation", functions)[kind])
 
     def silu_and_mul(
         x: Address, out: Address, x_stride: int, n: int, pieces: int, program: int, thread: int

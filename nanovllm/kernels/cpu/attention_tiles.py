@@ -26,17 +26,19 @@ from nanovllm.kernels.cpu.emitting import (
     void,
 )
 from nanovllm.kernels.cpu.vectors import SIZES, emit_dot_bf16
+from nanovllm.kernels.kinds import Kinds, unknown
 
 _I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
 _F32 = ir.FloatType()
 _VF, _VI = ir.VectorType(_F32, 16), ir.VectorType(_I32, 16)
 _WORDS = "pairs"  # in place of a dtype: words of two bfloat16, whose products are added
 _MOST_ROWS = 6  # of a pass
+_ACCUMULATORS = Kinds("instruction set", {"avx512_bf16": 24, "avx512": 24, "avx2": 6, "generic": 6})
 
 
 def _accumulators() -> int:
     """Vectors of 16 lanes that fit into the registers beside the factors."""
-    return 24 if isa.level().startswith("avx512") else 6
+    return _ACCUMULATORS[isa.level()]
 
 
 def _constant(value: int) -> Any:
@@ -62,8 +64,10 @@ def _widened(b: Any, address: Any, dtype: str, lanes: int) -> Any:
         zeros = ir.Constant(half.type, [0] * lanes)
         half = half if lanes == 16 else shuffle(b, half, zeros, list(range(16)))
         return from_half(b, b.bitcast(half, ir.VectorType(F16, 16)))
-    else:
+    elif dtype == "float32":
         x = load(b, address, ir.VectorType(_F32, lanes))
+    else:
+        raise unknown("dtype of keys and values", dtype)
     return x if lanes == 16 else shuffle(b, x, ir.Constant(x.type, [0.0] * lanes), list(range(16)))
 
 

@@ -38,8 +38,8 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
     add, sub, mul, div, splat, exp, tanh = v.add, v.sub, v.mul, v.div, v.splat, v.exp, v.tanh
     maximum, largest, total_of, first_lanes = v.maximum, v.largest, v.total, v.first_lanes
     load_f32, store_f32, get_f32, set_f32, get_i32 = v.load_f32, v.store_f32, v.get_f32, v.set_f32, v.get_i32
-    get_sink = v.get_bf16 if sink_dtype == "bfloat16" else v.get_f32
-    has_sinks, sink_size = sink_dtype != "", v.SIZES.get(sink_dtype, 0)
+    get_sink = v.GET[sink_dtype or "float32"]
+    has_sinks, sink_size = sink_dtype != "", v.SIZES[sink_dtype or "float32"]
     row_bytes, scratch_bytes, part_bytes = _sizes(group, head_dim)
     whole, vectors_of_row = head_dim // 16, row_bytes // 64
     most_parts, least, tile_keys = _PARTS, _LEAST, _KEYS
@@ -200,8 +200,8 @@ def _make_merge(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Calla
     store, store_part = v.WHOLE[dtype][1], v.PART[dtype][1]
     add, sub, div, fma, splat, exp = v.add, v.sub, v.div, v.fma, v.splat, v.exp
     load_f32, get_f32, get_i32 = v.load_f32, v.get_f32, v.get_i32
-    get_sink = v.get_bf16 if sink_dtype == "bfloat16" else v.get_f32
-    has_sinks, sink_size = sink_dtype != "", v.SIZES.get(sink_dtype, 0)
+    get_sink = v.GET[sink_dtype or "float32"]
+    has_sinks, sink_size = sink_dtype != "", v.SIZES[sink_dtype or "float32"]
     row_bytes, _, part_bytes = _sizes(group, head_dim)
     whole, vectors_of_row = head_dim // 16, row_bytes // 64
     most_parts, least = _PARTS, _LEAST
@@ -268,6 +268,8 @@ def paged_decode_attention(
     rows, q_heads, head_dim = q.shape
     page, kv_heads = cache.k.shape[1:3]
     group = q_heads // kv_heads
+    if cache.k.dtype != q.dtype:
+        raise ValueError(f"queries of {q.dtype} need a KV cache of this dtype here, not {cache.k.dtype}")
     assert q.stride(2) == 1 and cache.k.stride(3) == 1 and cache.k.stride() == cache.v.stride()
     out = empty(q.shape, q.dtype)
     reach = min(max_context_len, variant.window or max_context_len)

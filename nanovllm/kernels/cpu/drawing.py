@@ -214,7 +214,7 @@ def make_filtered(dtype: str) -> Callable[..., Any]:
     from nanovllm.kernels.cpu import vectors as v
 
     get_f32, get_i32, size = v.get_f32, v.get_i32, v.SIZES[dtype]
-    get = {"float32": v.get_f32, "bfloat16": v.get_bf16, "float16": v.get_f16}[dtype]
+    get = v.GET[dtype]
     random_word, _, draw_listed = make_random()
     _, _, nth_largest, list_from, keep_before, keep_first, weigh = make_lists(dtype)
     one, nothing, least = float32(1.0), float32(0.0), float32(_LEAST)

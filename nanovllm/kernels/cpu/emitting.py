@@ -14,6 +14,7 @@ from numba.extending import intrinsic, models, register_model
 
 from nanovllm import isa
 from nanovllm.kernels.cpu.checking import CHECK_SYMBOL, CHECKED
+from nanovllm.kernels.kinds import Kinds
 
 LANES = 16
 
@@ -52,6 +53,9 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 f32x16, i32x16 = _Vector("f32x16", VF), _Vector("i32x16", VI)
 i64, i32, f32, void = types.int64, types.int32, types.float32, types.void
 Emit = Callable[..., Any]
+_CONVERTS_HALVES = Kinds(
+    "instruction set", {"avx512_bf16": True, "avx512": True, "avx2": True, "generic": False}
+)
 _BYTES = {I8: 1, I16: 2, BF16: 2, F16: 2, I32: 4, F32: 4, I64: 8, ir.DoubleType(): 8}
 
 
@@ -131,11 +135,15 @@ def spread(b: Any, value: Any, lanes: int = LANES) -> Any:
     return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
 
 
+def converts_halves() -> bool:
+    """Whether the CPU has an instruction for it: LLVM would call a function that no library here has."""
+    return _CONVERTS_HALVES[isa.level()]
+
+
 def from_half(b: Any, x: Any) -> Any:
     """16 float16 as float32."""
-    if isa.level() != "generic":
+    if converts_halves():
         return b.fpext(x, VF)
-    # Old CPUs lack the instruction, and LLVM would call a function that no library here has.
     bits = b.zext(b.bitcast(x, ir.VectorType(I16, LANES)), VI)
     size = b.shl(b.and_(bits, constant(0x7FFF, VI)), constant(13, VI))
     value = b.bitcast(b.fmul(b.bitcast(size, VF), constant(2.0**112)), VI)
@@ -148,7 +156,7 @@ def from_half(b: Any, x: Any) -> Any:
 def to_half(b: Any, x: Any) -> Any:
     """16 float32 as float16, rounded to nearest even; NaN stays NaN."""
     half = ir.VectorType(F16, LANES)
-    if isa.level() != "generic":
+    if converts_halves():
         return b.fptrunc(x, half)
     bits = b.bitcast(x, VI)
     size = b.and_(bits, constant(0x7FFFFFFF, VI))

@@ -26,6 +26,12 @@ class IntFormat:
     middle: int
     numbers: int
 
+    def __post_init__(self) -> None:
+        """ValueError for a format that no kernel computes: those with 4 bits take codes as nibbles, those
+        with 8 as bytes, and two numbers are a scale and a minimum."""
+        if self.bits not in (4, 8) or self.numbers not in (1, 2):
+            raise ValueError(f"no kernel computes {self.bits} bits with {self.numbers} numbers for a group")
+
     @property
     def code_bytes(self) -> int:
         """Bytes of the codes of a group of one output."""

@@ -17,6 +17,7 @@ from nanovllm import isa
 from nanovllm.kernels.cpu.emitting import (
     call,
     constant,
+    converts_halves,
     emitted,
     f32x16,
     i64,
@@ -40,7 +41,8 @@ MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which is in t
 _TINY = 1e-30  # a group whose largest value is below is 0
 AHEAD_OF_GROUP = 256  # bytes that a tile of several rows asks for with each group
 _AHEAD = 2048  # bytes that are asked for before they are needed
-_MOST_ROWS = {"avx512_bf16": 8, "avx512": 8}  # whose sums stay in registers; 4 elsewhere
+_MOST_ROWS = {"avx512_bf16": 8, "avx512": 8, "avx2": 4, "generic": 4}  # whose sums stay in registers
+_DOTS = {"avx512_bf16": True, "avx512": False, "avx2": False, "generic": False}  # of four bytes at once
 
 
 def _number(value: int) -> Any:
@@ -60,7 +62,7 @@ def _from_half(b: Any, bits: Any) -> Any:
     """float16, given as int16 or a vector of them -> float32."""
     vector = isinstance(bits.type, ir.VectorType)
     whole, real = (_VI, _VF) if vector else (_I32, _F32)
-    if isa.level() != "generic":
+    if converts_halves():
         half = ir.VectorType(ir.HalfType(), LANES) if vector else ir.HalfType()
         return b.fpext(b.bitcast(bits, half), real)
 
@@ -151,7 +153,9 @@ def _pairs(b: Any, x: Any, y: Any) -> Any:
         kind, name = ir.VectorType(_I32, LANES // 2), "llvm.x86.avx2.pmadd.wd"
         sums = [call(b, name, kind, *each) for each in zip(_halves(b, x), _halves(b, y), strict=True)]
         return _joined(b, sums)
-    return call(b, "llvm.x86.avx512.pmaddw.d.512", _VI, x, y)
+    if isa.level() in ("avx512", "avx512_bf16"):
+        return call(b, "llvm.x86.avx512.pmaddw.d.512", _VI, x, y)
+    raise ValueError(f"no product of int16 for the level {isa.level()}")
 
 
 def _byte_pairs(b: Any, x: Any, y: Any) -> Any:
@@ -160,12 +164,14 @@ def _byte_pairs(b: Any, x: Any, y: Any) -> Any:
         kind, name = ir.VectorType(_I16, LANES), "llvm.x86.avx2.pmadd.ub.sw"
         sums = [call(b, name, kind, *each) for each in zip(_halves(b, x), _halves(b, y), strict=True)]
         return _joined(b, sums)
-    return call(b, "llvm.x86.avx512.pmaddubs.w.512", _WORDS, x, y)
+    if isa.level() == "avx512":
+        return call(b, "llvm.x86.avx512.pmaddubs.w.512", _WORDS, x, y)
+    raise ValueError(f"no product of bytes in int16 for the level {isa.level()}")
 
 
 def _dot(b: Any, sums: list[Any], weight: Any, rows: list[Any], offset: int) -> list[Any]:
     """Add 4 inputs of 16 outputs, 16 x int32 with a byte for each, times those of each row."""
-    if isa.level() == "avx512_bf16":
+    if _DOTS[isa.level()]:
         name = "llvm.x86.avx512.vpdpbusd.512"
         values = [spread(b, load(b, plus(b, row, offset), _I32)) for row in rows]
         return [call(b, name, _VI, s, weight, x) for s, x in zip(sums, values, strict=True)]
@@ -211,7 +217,7 @@ def _group_sums(b: Any, format: IntFormat, weight: Any, rows: list[Any], starts:
 
     places = format.code_bytes // 4
     step = 8 if _is_wide(format) else 4  # bytes of 4 inputs of a row
-    if len(rows) == 1 or isa.level() in _MOST_ROWS:
+    if len(rows) == 1 or _MOST_ROWS[isa.level()] == 8:
         for place in range(places):
             own = [plus(b, row, step * place) for row in rows]
             sums = added(sums, plus(b, weight, 4 * LANES * place), own)
@@ -277,7 +283,7 @@ def tile(name: str, rows: int) -> Any:
     def product(b: Any, x: Any, stride: Any, weight: Any, ahead: Any, groups: Any) -> Any:
         kept = cgutils.alloca_once(b, ir.ArrayType(_VF, rows))
         first = b.ptrtoint(kept, _I64)
-        step = min(rows, _MOST_ROWS.get(isa.level(), 4))
+        step = min(rows, _MOST_ROWS[isa.level()])
         with cgutils.for_range(b, _number(rows // step)) as loop:
             begin = b.add(x, b.mul(b.mul(stride, _number(step)), loop.index))
             own = [b.add(begin, b.mul(stride, _number(row))) for row in range(step)]

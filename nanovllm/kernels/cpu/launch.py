@@ -19,9 +19,16 @@ import torch
 from nanovllm.kernels.cpu.checking import CHECKED, allow, complain, table_lock
 from nanovllm.kernels.cpu.native import address_and_note, assembly
 from nanovllm.kernels.cpu.team import team
+from nanovllm.kernels.kinds import Kinds
 
 Address = int  # the annotation of a parameter that takes a tensor, or None for the address 0
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # of variants
+DTYPES = Kinds(  # of variants
+    "dtype on a CPU", {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+)
+_FORMATS = Kinds(
+    "argument", {"Address": "q", "int": "q", int: "q", "float": "d", float: "d"}
+)  # of `struct`, by annotation
+_READERS = Kinds("argument", {"q": "get_i64", "d": "get_f64"})
 Argument = torch.Tensor | int | float | None
 
 
@@ -109,7 +116,7 @@ class Kernel:
 def _kinds(make: Callable[..., Any], variant: tuple[object, ...]) -> str:
     """The format of an argument block: 8 bytes for each parameter."""
     parameters = [*inspect.signature(make(*variant)).parameters.values()]
-    return "".join("d" if each.annotation in ("float", float) else "q" for each in parameters[:-2])
+    return "".join(_FORMATS[each.annotation] for each in parameters[:-2])
 
 
 def _entry(make: Callable[..., Any], *variant: object) -> Callable[[int, int, int], None]:
@@ -120,9 +127,7 @@ def _entry(make: Callable[..., Any], *variant: object) -> Callable[[int, int, in
 
     body = njit(nogil=True, error_model="numpy")(make(*variant))
     kinds = _kinds(make, variant)
-    reads = ", ".join(
-        f"get_{'f64' if kind == 'd' else 'i64'}(block + {8 * index})" for index, kind in enumerate(kinds)
-    )
+    reads = ", ".join(f"{_READERS[kind]}(block + {8 * index})" for index, kind in enumerate(kinds))
     scope = {"body": body, "get_i64": get_i64, "get_f64": get_f64}
     exec(f"def entry(block, program, thread):\n    body({reads}, program, thread)", scope)
     entry: Callable[[int, int, int], None] = scope["entry"]

@@ -14,17 +14,18 @@ import torch
 from nanovllm import isa
 from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty, scratch
 from nanovllm.kernels.cpu.team import team
+from nanovllm.kernels.kinds import Kinds
 
 _COLUMNS = 64
+_DEPTH = Kinds("dtype of packed weights", {"float32": 1, "bfloat16": 2, "float16": 1})  # neighbours along K
 _CHUNK = 96  # rows of a program: they stay in the cache while the blocks of the weight go by
 
 
 def packed_shape(shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
     """The shape of a packed weight [N, K]; in bfloat16 K must be even."""
-    blocks = -(-shape[0] // _COLUMNS)
-    if dtype == torch.bfloat16:
-        return blocks, shape[1] // 2, _COLUMNS, 2
-    return blocks, shape[1], _COLUMNS
+    depth = _DEPTH[DTYPES[dtype]]
+    whole = -(-shape[0] // _COLUMNS), shape[1] // depth, _COLUMNS
+    return (*whole, depth) if depth > 1 else whole
 
 
 def rows_of_packed(packed: torch.Tensor) -> torch.Tensor:
@@ -76,8 +77,8 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
     load_part, store_part = v.PART[result]
     size, add, load_f32 = v.SIZES[result], v.add, v.load_f32
     most, chunk, columns = most_rows(), _CHUNK, _COLUMNS
-    x_size = 2 if activation == "bfloat16" else 4
-    group_bytes = 32 if weight == "float16" else 64
+    x_size, steps_of = v.SIZES[activation], _DEPTH[weight]
+    group_bytes = 16 * v.SIZES[weight] * steps_of
     block_bytes = columns * v.SIZES[weight]
     lines = ["def tiles(rows, sums, x, x_stride, w, ahead, steps):"]
     scope: dict[str, Any] = {}
@@ -91,7 +92,6 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
         ]
     exec("\n".join(lines), scope)
     tiles = njit(nogil=True, error_model="numpy")(scope["tiles"])
-    steps_of = 2 if weight == "bfloat16" else 1
 
     def matmul(
         x: Address,
@@ -177,9 +177,9 @@ def _make_embed(weight: str, result: str) -> Callable[..., None]:
     from nanovllm.kernels.cpu import vectors as v
 
     get_i64 = v.get_i64
-    get = {"float32": v.get_f32, "bfloat16": v.get_bf16, "float16": v.get_f16}[weight]
+    get = v.GET[weight]
     put = {"float32": v.set_f32, "bfloat16": v.set_bf16, "float16": v.set_f16}[result]
-    size, out_size, columns, pairs = v.SIZES[weight], v.SIZES[result], _COLUMNS, weight == "bfloat16"
+    size, out_size, columns, pairs = v.SIZES[weight], v.SIZES[result], _COLUMNS, _DEPTH[weight] > 1
 
     def embed(ids: Address, packed: Address, out: Address, k: int, program: int, thread: int) -> None:
         token = get_i64(ids + 8 * program)

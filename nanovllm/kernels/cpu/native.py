@@ -26,7 +26,12 @@ from nanovllm.kernels.cpu.checking import CHECK_SYMBOL, CHECKED, check_code
 logger = logging.getLogger("nanovllm")
 
 CACHE_VARIABLE = "NANOVLLM_CACHE_DIR"
-_TARGETS = {"avx512_bf16": "sapphirerapids", "avx512": "skylake-avx512", "avx2": "haswell"}
+_TARGETS = {
+    "avx512_bf16": "sapphirerapids",
+    "avx512": "skylake-avx512",
+    "avx2": "haswell",
+    "generic": "generic",
+}
 _lock = RLock()  # LLVM compiles in one thread at a time, and no process forks meanwhile
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _DIGEST = 32  # bytes at the start of a file
@@ -163,7 +168,7 @@ def _numba_for(level: str) -> Iterator[None]:
 
     context = cpu_target.target_context
     own = context._internal_codegen
-    names = {"CPU_NAME": _TARGETS.get(level, "generic"), "CPU_FEATURES": ""}
+    names = {"CPU_NAME": _TARGETS[level], "CPU_FEATURES": ""}
     before = {name: getattr(config, name) for name in names}
     try:
         for name, value in names.items():
@@ -215,7 +220,7 @@ def _machine(level: str) -> Any:
     cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
     own = next(name for name, needs in isa.NEEDS.items() if needs <= isa.cpu_features())
     if level != own:
-        cpu, features = _TARGETS.get(level, "generic"), ""
+        cpu, features = _TARGETS[level], ""
     target = binding.Target.from_default_triple()
     return target.create_target_machine(cpu=cpu, features=features, opt=3, codemodel="jitdefault", jit=True)
 

@@ -46,8 +46,8 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
     add, sub, mul, div, splat, exp, tanh = v.add, v.sub, v.mul, v.div, v.splat, v.exp, v.tanh
     maximum, largest, total_of, first_lanes = v.maximum, v.largest, v.total, v.first_lanes
     load_f32, store_f32, get_f32, set_f32, get_i32 = v.load_f32, v.store_f32, v.get_f32, v.set_f32, v.get_i32
-    get_sink = v.get_bf16 if sink_dtype == "bfloat16" else v.get_f32
-    has_sinks, sink_size = sink_dtype != "", v.SIZES.get(sink_dtype, 0)
+    get_sink = v.GET[sink_dtype or "float32"]
+    has_sinks, sink_size = sink_dtype != "", v.SIZES[sink_dtype or "float32"]
     most_queries, most_rows, row_bytes, scratch_bytes = _sizes(group, head_dim)
     whole, vectors_of_row, keys = head_dim // 16, row_bytes // 64, _KEYS
     few = _PASS
@@ -244,6 +244,8 @@ def paged_prefill_attention(
     q_heads, head_dim = q.shape[1:]
     page, kv_heads = cache.k.shape[1:3]
     group = q_heads // kv_heads
+    if cache.k.dtype != q.dtype:
+        raise ValueError(f"queries of {q.dtype} need a KV cache of this dtype here, not {cache.k.dtype}")
     assert q.stride(2) == 1 and cache.k.stride(3) == 1 and cache.k.stride() == cache.v.stride()
     out = empty(q.shape, q.dtype)
     out[int(cu_seqlens_q[-1]) :] = 0

@@ -182,7 +182,9 @@ def qk_norm_rope_store(
     positions, cos_sin, q_weight, k_weight, eps = rotation[:5]
     tokens, q_heads, head_dim = q.shape
     assert q.stride(2) == 1 and k.stride(2) == 1 and v.stride(2) == 1 and cos_sin.is_contiguous()
-    assert cache.k.stride(3) == 1 and cache.k.stride() == cache.v.stride() and cache.k.dtype == q.dtype
+    assert cache.k.stride(3) == 1 and cache.k.stride() == cache.v.stride()
+    if cache.k.dtype != q.dtype:
+        raise ValueError(f"keys of {q.dtype} need a KV cache of this dtype here, not {cache.k.dtype}")
     long_positions, long_slots = (int(each.dtype == torch.int64) for each in (positions, slot_mapping))
     out = empty(q.shape, q.dtype)
     scratch_bytes = -(-head_dim // 16) * 64

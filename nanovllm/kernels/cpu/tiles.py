@@ -26,20 +26,26 @@ from nanovllm.kernels.cpu.emitting import (
     void,
 )
 from nanovllm.kernels.cpu.vectors import emit_dot_bf16, emit_high, emit_low
+from nanovllm.kernels.kinds import Kinds
 
 COLUMNS = 64  # of a block of a packed weight
 _WORD, _FLOAT, _INT = ir.IntType(64), ir.FloatType(), ir.IntType(32)
 _VF, _VI, _VH = (ir.VectorType(each, 16) for each in (_FLOAT, _INT, ir.HalfType()))
+_LOADED = Kinds("dtype of packed weights", {"float32": _VF, "bfloat16": _VI, "float16": _VH})  # 16 columns
+_FACTOR = Kinds("dtype of activations", {"float32": _FLOAT, "bfloat16": _INT})
 _UNROLL = 2
 _NEVER_SEVERAL = 2  # rows of tiles that are the only one of their rows, or the last: they ask for nothing
 # Rows at once, and for each number of rows the groups of 16 columns at once: as many sums as there are
 # registers. An AVX-512 register holds a group, an AVX one half of it.
-_TILES = {
-    "avx512_bf16": dict.fromkeys(range(1, 7), 4),
-    "avx512": dict.fromkeys(range(1, 7), 4),
-    "avx2": {1: 4, 2: 2, 3: 1, 4: 1, 5: 1},
-    "generic": {1: 2, 2: 1},
-}
+_TILES = Kinds(
+    "instruction set",
+    {
+        "avx512_bf16": dict.fromkeys(range(1, 7), 4),
+        "avx512": dict.fromkeys(range(1, 7), 4),
+        "avx2": {1: 4, 2: 2, 3: 1, 4: 1, 5: 1},
+        "generic": {1: 2, 2: 1},
+    },
+)
 
 
 def most_rows() -> int:
@@ -84,26 +90,26 @@ def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
     A step is one k; two for a weight in bfloat16, whose pairs along K are neighbours. activation "bfloat16"
     is multiplied by dot products of pairs; else it is float32.
     """
-    pairs = weight == "bfloat16"
-    step_bytes = COLUMNS * (2 if weight == "float16" else 4)
-    x_bytes = 4 if activation == "bfloat16" or not pairs else 8
+    loaded, factor = _LOADED[weight], _FACTOR[activation]
+    dots, pairs, is_half = factor is _INT, loaded is _VI, loaded is _VH
+    group_bytes = 32 if is_half else 64
+    step_bytes = COLUMNS // 16 * group_bytes
+    x_bytes = 8 if pairs and not dots else 4
 
     def step(b: Any, x: list[Any], w: Any, sums: list[Any]) -> list[Any]:
         sums = list(sums)
-        if weight == "float16":
-            columns = [from_half(b, load(b, plus(b, w, 32 * group), _VH)) for group in range(groups)]
-        else:
-            columns = [load(b, plus(b, w, 64 * group), _VI if pairs else _VF) for group in range(groups)]
+        columns = [load(b, plus(b, w, group_bytes * group), loaded) for group in range(groups)]
+        if is_half:
+            columns = [from_half(b, each) for each in columns]
         halves = [columns]
-        if pairs and activation != "bfloat16":
+        if pairs and not dots:
             halves = [[half(b, each) for each in columns] for half in (emit_low, emit_high)]
-        kind = _INT if activation == "bfloat16" else _FLOAT
         for row in range(rows):
             for index, half in enumerate(halves):
-                value = spread(b, load(b, plus(b, x[row], 4 * index), kind))
+                value = spread(b, load(b, plus(b, x[row], 4 * index), factor))
                 for group in range(groups):
                     place = row * groups + group
-                    if activation == "bfloat16":
+                    if dots:
                         sums[place] = emit_dot_bf16(b, sums[place], value, half[group])
                     else:
                         sums[place] = multiply_add(b, value, half[group], sums[place])

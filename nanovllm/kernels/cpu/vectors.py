@@ -186,6 +186,9 @@ def get_f16(b: Any, p: Any) -> Any:
     return b.extract_element(e.from_half(b, halves), ir.Constant(_I32, 0))
 
 
+GET = {"float32": get_f32, "bfloat16": get_bf16, "float16": get_f16}  # one element, by the name of its dtype
+
+
 @emitted(void, i64, f32)
 def set_bf16(b: Any, p: Any, x: Any) -> None:
     """One bfloat16, rounded as `store_bf16`."""
