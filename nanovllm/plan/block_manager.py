@@ -240,6 +240,8 @@ class BlockManager:
         at the step of its prompt that needs the most."""
         hits = found.blocks
         needed, windowed, pool = self.blocks_for(seq.num_tokens), 0, self.pool
+        if 2 * needed + 1 + spare <= len(pool.free_slabs):
+            return True  # even if each block of both kinds, and the source of a copy, takes a slab of its own
         missing, revived = needed - len(hits), hits
         if self.windows is not None:
             first = self._first_kept(len(hits) * self.block_size)

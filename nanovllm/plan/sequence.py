@@ -90,11 +90,6 @@ class Sequence:
         return whole[:num_tokens]
 
     @property
-    def has_penalties(self) -> bool:
-        params = self.params
-        return params.repetition_penalty != 1 or bool(params.frequency_penalty or params.presence_penalty)
-
-    @property
     def has_rules(self) -> bool:
         """Whether the next token depends on previous tokens, by rules or by logits processors."""
         return bool(self.rules or self.params.logits_processors)
