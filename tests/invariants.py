@@ -67,7 +67,7 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
         assert found == sorted(set(found)), "children are not in order, or twice"
         num_found += len(several)
         for content in several:
-            assert child_key(content.parent, content.tokens) == place and content.tokens, content
+            assert child_key(content.parent, content.tokens) == place == content.place, content
             assert state.content[content.block] is content, f"{content} is found, and its block is reused"
             assert content.block % manager.num_blocks not in windowed, f"{content} is overwritten"
             assert not content.is_full or state.by_key[content.key] is content, f"{content} has no key"

@@ -3,7 +3,7 @@ device."""
 
 from __future__ import annotations
 
-from array import array
+import struct
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -66,9 +66,8 @@ class Sequence:
         """The known tokens [start, end) as int32."""
         if end <= self.num_prompt_tokens:
             return self.prompt_bytes[4 * start : 4 * end]
-        prompt = self.prompt_bytes[4 * start :]
-        own = array("i", self.token_ids[max(start, self.num_prompt_tokens) : end])
-        return prompt + own.tobytes()
+        own = self.token_ids[max(start, self.num_prompt_tokens) : end]
+        return self.prompt_bytes[4 * start :] + struct.pack(f"={len(own)}i", *own)
 
     @property
     def num_tokens(self) -> int:
