@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import traceback
+from array import array
 from contextlib import closing, suppress
 from dataclasses import replace
 from multiprocessing import current_process
@@ -117,7 +118,7 @@ def unpack_output(output: RequestOutput, request: Request, processor: Processor)
     return changed(
         output,
         prompt=request.prompt,
-        prompt_token_ids=request.prompt_token_ids,
+        prompt_token_ids=array("i", request.prompt_bytes),
         outputs=completions,
         prompt_logprobs=unpacked(output, "prompt_logprobs"),
     )

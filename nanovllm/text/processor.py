@@ -5,6 +5,7 @@ Owns the tokenizer. Keeps no request; knows neither blocks nor tensors.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
@@ -186,7 +187,7 @@ class Processor:
         return RequestOutput(
             request_id=str(request.request_id),
             prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=array("i", request.prompt_bytes),
             prompt_logprobs=logprobs,
             outputs=completions,
             metrics=metrics,
