@@ -102,7 +102,9 @@ def main() -> None:
     args = parser.parse_args()
     default, draw = SYNTHETIC[args.workload]
     work = draw(args.num_seqs or default)
-    params = [nanovllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in work.output_lens]
+    params = [
+        nanovllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in work.output_lens
+    ]
     with tempfile.TemporaryDirectory() as folder, load(args, Path(folder)) as llm:
         without_device(llm)
         core, parts = llm._executor, Parts()

@@ -93,11 +93,11 @@ class Requests:
         return [
             Sequence(
                 next(self._seq_ids),
-                request.prompt_token_ids[: request.num_needed],  # a copy
+                request.prompt_token_ids[: request.num_needed],
                 request.params,
                 sequence_seed(request, index, self._seed),
                 request.stop_token_ids,
-                request.prompt_bytes,
+                request.prompt_token_ids,
                 make_rules(request, self.processor.eos_token_ids),
                 next_wanted=request.next_wanted if index == 0 else None,
                 pooling=request.pooling,

@@ -128,15 +128,16 @@ class SamplingTable:
     def _penalties(self, seqs: list[Sequence], rows: np.ndarray, drawn: np.ndarray) -> Penalties | None:
         # Sequences whose first token since their admission is drawn by this step.
         new = [seq for seq, draws in zip(seqs, drawn, strict=True) if draws and seq.is_uncounted]
-        columns = [np.ascontiguousarray(rows[name]) for name in PENALTIES]
-        pairs = zip(columns, PENALTIES.values(), strict=True)
-        if not (new or any((values != column.neutral).any() for values, column in pairs)):
+        columns = {name: np.ascontiguousarray(rows[name]) for name in PENALTIES}
+        if not (new or any((columns[name] != each.neutral).any() for name, each in PENALTIES.items())):
             return None
         for seq in new:
             seq.is_uncounted = False
         ids = [np.array(seq.token_ids, np.int64) for seq in new]
         return Penalties(
-            *columns,
+            columns["repetition_penalty"],
+            columns["frequency_penalty"],
+            columns["presence_penalty"],
             np.repeat(np.array([seq.slot for seq in new], np.int64), [len(each) for each in ids]),
             np.concatenate([_NO_TOKENS, *ids]),
             np.concatenate(
@@ -172,7 +173,7 @@ def take_prompt_tokens(
         if seq.next_wanted is not None:
             is_scored = seq.pooling is None
             first = max(seq.next_wanted, end - query_len)
-            last = len(seq.prompt_bytes) // 4 - is_scored
+            last = len(seq.prompt_ids) - is_scored
             count = min(end, last) - first
             if count > 0:
                 (scored if is_scored else pooled).append((start + first - end + query_len, count, row, first))
@@ -181,12 +182,12 @@ def take_prompt_tokens(
                 num_logprobs = max(num_logprobs, num_likeliest(seq.params.prompt_logprobs or 0))
         start += query_len
     targets = [
-        np.frombuffer(seqs[row].prompt_bytes, np.int32)[first + 1 : first + 1 + count]
+        np.array(seqs[row].prompt_ids[first + 1 : first + 1 + count], np.int64)
         for _, count, row, first in scored
     ]
     scores = None
     if scored:
-        scores = ScoredTokens(_wanted(scored), np.concatenate(targets).astype(np.int64), num_logprobs)
+        scores = ScoredTokens(_wanted(scored), np.concatenate(targets), num_logprobs)
     return scores, _wanted(pooled) if pooled else None
 
 

@@ -133,7 +133,7 @@ class Scheduler:
             np.array([row for row, _ in ruled], np.int64),
             bits,
             tuple(
-                (row, function, seq.token_ids[: seq.num_prompt_tokens], seq.completion_token_ids)
+                (row, function, seq.token_ids[: seq.num_prompt_tokens].tolist(), seq.completion_token_ids)
                 for row, seq in rows
                 for function in seq.params.logits_processors or ()
             ),

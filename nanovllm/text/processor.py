@@ -96,7 +96,7 @@ class Processor:
 
         def make(row: int, prompt: Prompt) -> Request:
             param, name = params[row], where[row]
-            token_ids, packed = self._pack(prompt, encoded[row], name)
+            token_ids = self._pack(prompt, encoded[row], name)
             if not isinstance(param, SamplingParams):
                 raise param
             if id(param) not in known:
@@ -107,7 +107,7 @@ class Processor:
             first_scored = None if param.prompt_logprobs is None else 1
             own = param.guarded() if on_error == "return" else param
             rest = (own, *meaning, first_index + row, first_scored)
-            return Request(first_id + row, prompt.text, token_ids, packed, *rest)
+            return Request(first_id + row, prompt.text, token_ids, *rest)
 
         return [
             attempt(make, row, prompt) if isinstance(prompt, Prompt) else prompt
@@ -187,7 +187,7 @@ class Processor:
         return RequestOutput(
             request_id=str(request.request_id),
             prompt=request.prompt,
-            prompt_token_ids=array("i", request.prompt_bytes),
+            prompt_token_ids=request.prompt_token_ids,
             prompt_logprobs=logprobs,
             outputs=completions,
             metrics=metrics,
@@ -204,7 +204,7 @@ class Processor:
     def encode(self, prompts: Sequence[Prompt], where: list[str]) -> list[list[int]]:
         """The checked token ids of prompts; ValueError as in `make_requests`."""
         rows = zip(prompts, self._encode(prompts, where), where, strict=True)
-        return [self._pack(prompt, ids, name)[0] for prompt, ids, name in rows]
+        return [self._pack(prompt, ids, name).tolist() for prompt, ids, name in rows]
 
     def check_length(self, text: str, where: str) -> None:
         """ValueError for a text that cannot fit, however the rest of its request is. Tokenises nothing."""
@@ -297,7 +297,7 @@ class Processor:
             self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.eos_token_ids)
         return self._grammars.constraint(params.structured_outputs)
 
-    def _encode(self, prompts: Sequence[Prompt | BadRow], where: list[str]) -> list[list[int] | BadRow]:
+    def _encode(self, prompts: Sequence[Prompt | BadRow], where: list[str]) -> list[Sequence[int] | BadRow]:
         """The token ids of each prompt, or the error of a bad one."""
         found = [
             attempt(self._given_ids, prompt, name) if isinstance(prompt, Prompt) else prompt
@@ -316,7 +316,7 @@ class Processor:
                     found[row] = ids
         return [ids for ids in found if ids is not None]
 
-    def _given_ids(self, prompt: Prompt, where: str) -> list[int] | None:
+    def _given_ids(self, prompt: Prompt, where: str) -> Sequence[int] | None:
         """The prompt's token ids; None for a string that is to be tokenised."""
         if prompt.token_ids is None:
             if self.tokenizer is None:
@@ -324,13 +324,13 @@ class Processor:
             self.check_length(str(prompt.text), where)
         return prompt.token_ids
 
-    def _pack(self, prompt: Prompt, ids: list[int] | BadRow, where: str) -> tuple[list[int], bytes]:
-        """The prompt's token ids, as a list and as int32 bytes."""
+    def _pack(self, prompt: Prompt, ids: Sequence[int] | BadRow, where: str) -> array[int]:
+        """The prompt's token ids."""
         if isinstance(ids, Exception):
             raise ids
         if not ids:
             raise ValueError(f"{where} has no tokens: {prompt.text!r}")
-        return ids, pack_token_ids(ids, self._vocab_size, where, packed=prompt.packed)
+        return pack_token_ids(ids, self._vocab_size, where)
 
     def _text(self, request: Request, output_ids: list[int]) -> str:
         if self.tokenizer is None or not request.params.detokenize:
@@ -382,11 +382,11 @@ def refused_output(
     request_id: int, index: int, request: Request | BadRow, prompt: Prompt | BadRow, error: BadRow
 ) -> RequestOutput:
     """Return the output of a prompt that cannot run, with the known part of the prompt."""
-    text, token_ids = None, None
+    text: str | None = None
+    ids: Sequence[int] = []
     if isinstance(request, Request):
-        text, token_ids = request.prompt, request.prompt_token_ids
+        text, ids = request.prompt, request.prompt_token_ids
     elif isinstance(prompt, Prompt):
-        text, token_ids = prompt.text, prompt.token_ids
+        text, ids = prompt.text, prompt.token_ids or []
     answer = CompletionOutput(0, "", [], finish_reason="error")
-    ids = token_ids or []
     return RequestOutput(str(request_id), text, ids, None, [answer], error=str(error), index=index)
