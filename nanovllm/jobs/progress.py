@@ -215,9 +215,8 @@ class JobProgress:
 
     def answered(self, output: RequestOutput, work: Work) -> None:
         drawn = sum([len(each.token_ids) for each in output.outputs])
-        read = len(unlisted(output, "prompt_token_ids"))
-        self._remaining.end(work, read, drawn)
-        self.prompt_tokens += read
+        self._remaining.end(work, len(unlisted(output, "prompt_token_ids")), drawn)
+        self.prompt_tokens += len(unlisted(output, "prompt_token_ids"))
         self.output_tokens += drawn
         for each in output.outputs:
             self.reasons[each.finish_reason or ""] += 1

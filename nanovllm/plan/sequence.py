@@ -13,6 +13,7 @@ from nanovllm.batch import NO_SLOT, TokenLogprobs
 from nanovllm.plan.token_rules import Rule
 from nanovllm.sampling_params import SamplingParams
 
+
 class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()

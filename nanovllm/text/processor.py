@@ -134,7 +134,8 @@ class Processor:
         # A stop token is always in `token_ids`, but in the text only if requested.
         is_cut = finish_reason == "stop" and not request.params.include_stop_str_in_output
         text = self._text(request, token_ids[:-1] if is_cut else token_ids)
-        stop_reason = None if self._is_eos(stop_token, request.params) else stop_token
+        is_eos = stop_token is None or self._is_eos(stop_token, request.params)
+        stop_reason = None if is_eos else stop_token
         return CompletionOutput(index, text, token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
 
     def stopped_completion(
@@ -178,12 +179,12 @@ class Processor:
         the sum [hidden_size] of the prompt's hidden states. dead_end: where its constraint allowed no token:
         llguidance's message, if any, and the number of tokens before."""
         first, logprobs = request.first_scored, None
-        num_scored = sum(len(part.ranks) for part in scores)
-        if first is not None and num_scored == len(request.prompt_token_ids) - first:  # the prompt ran whole
+        num_unscored = len(request.prompt_token_ids) - sum([len(part.ranks) for part in scores])
+        if first is not None and num_unscored == first:  # the prompt ran whole
             columns = join_parts(scores, self._width(request.params.prompt_logprobs or 0))
             before = request.prompt_token_ids[:first]
             logprobs = self.logprob_dicts(request.params, columns, first, before)
-        failed = any(completion.finish_reason == "error" for completion in completions)
+        failed = "error" in [completion.finish_reason for completion in completions]
         return RequestOutput(
             request_id=str(request.request_id),
             prompt=request.prompt,
@@ -346,7 +347,7 @@ class Processor:
             made = self._detokenizers[skip_special] = Detokenizer(self.tokenizer, skip_special)
         return made
 
-    def _is_eos(self, token_id: int | None, params: SamplingParams) -> bool:
+    def _is_eos(self, token_id: int, params: SamplingParams) -> bool:
         """Whether `token_id` is the model's own end-of-sequence token: the tokenizer's, or its only one."""
         all_eos = self.eos_token_ids
         only = all_eos[0] if len(all_eos) == 1 else None
