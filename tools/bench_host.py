@@ -1,4 +1,4 @@
-"""Time of the host for `generate` without a device: a model of one tiny layer is loaded, and no step is computed.
+"""Time of the host for `generate` without a device: a model of one tiny layer is loaded, and no step runs.
 
 Steps are planned, their inputs are built and copied, and each row gets a token at once. Prints processor time
 by part, for each prompt.

@@ -179,6 +179,16 @@ def test_an_output_is_a_mapping() -> None:
     assert repr(output).startswith("RequestOutput(request_id='0', prompt='p'")
 
 
+def test_the_list_of_an_outputs_prompt_is_made_when_it_is_first_read() -> None:
+    ids = array.array("i", [5, 70_000])
+    one, other = (RequestOutput("0", None, ids, None, []) for _ in range(2))
+    assert len(unlisted(one, "prompt_token_ids")) == 2 and unlisted(one, "prompt_token_ids") is ids
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert one.prompt_token_ids == [5, 70_000] and type(one.prompt_token_ids) is list
+    one.prompt_token_ids.append(6)
+    assert one.prompt_token_ids == [5, 70_000, 6] and other.prompt_token_ids == ids.tolist() == [5, 70_000]
+
+
 def test_outputs_are_made_and_changed_as_vllms() -> None:
     """Scripts create outputs for their own tests and add their own results."""
     logprobs = [{5: Logprob(-0.5, 1, " a")}]
