@@ -51,12 +51,12 @@ class _Listed:
 
 
 def unlisted(output: object, name: str) -> Any:
-    """The value of a field with logprobs, without making its list."""
+    """The value of a field with a list, without making its list."""
     return vars(output)[name]
 
 
 def changed(output: _Output, **values: Any) -> _Output:
-    """A copy of an output with other values, without making lists of its logprobs."""
+    """A copy of an output with other values, without making its lists."""
     copied = copy(output)
     for name, value in values.items():
         setattr(copied, name, value)
@@ -139,7 +139,7 @@ class RequestOutput(Mapping[str, Any]):
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int] = _Listed()  # type: ignore[assignment]
     prompt_logprobs: PromptLogprobs | None = _Listed()  # type: ignore[assignment]
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = True
@@ -161,7 +161,7 @@ class RequestOutput(Mapping[str, Any]):
         self,
         request_id: str,
         prompt: str | None,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         prompt_logprobs: Sequence[dict[int, Logprob] | None] | None,
         outputs: list[CompletionOutput],
         finished: bool = True,
@@ -173,8 +173,8 @@ class RequestOutput(Mapping[str, Any]):
         pooled: Any = None,
         **others: object,
     ) -> None:
-        self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
-        self.prompt_logprobs, self.outputs = prompt_logprobs, outputs  # type: ignore[assignment]
+        self.request_id, self.prompt, self.outputs = request_id, prompt, outputs
+        self.prompt_token_ids, self.prompt_logprobs = prompt_token_ids, prompt_logprobs  # type: ignore[assignment]
         self.finished, self.metrics, self.num_cached_tokens = finished, metrics, num_cached_tokens
         self.error, self.index, self.pooled = error, index, pooled
 

@@ -67,7 +67,7 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
         assert found == sorted(set(found)), "children are not in order, or twice"
         num_found += len(several)
         for content in several:
-            assert child_key(content.parent, content.tokens) == place and content.tokens, content
+            assert child_key(content.parent, content.tokens) == place == content.place, content
             assert state.content[content.block] is content, f"{content} is found, and its block is reused"
             assert content.block % manager.num_blocks not in windowed, f"{content} is overwritten"
             assert not content.is_full or state.by_key[content.key] is content, f"{content} has no key"
@@ -83,7 +83,8 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
             content = state.content[block]
             if content is not None and content.tokens:  # what others find there is what this sequence stored
                 stored, start = np.frombuffer(content.tokens, np.int32).tolist(), index * manager.block_size
-                assert stored == seq.token_ids[start : start + len(stored)], f"{seq}: block {block} is stale"
+                own = seq.token_ids[start : start + len(stored)].tolist()
+                assert stored == own, f"{seq}: block {block} is stale"
                 assert start + len(stored) <= seq.num_computed_tokens, f"{seq}: {block} is not computed"
             if owners[block] > 1:
                 assert index < seq.num_hashed_blocks, f"{seq} may write block {block}, which others share"

@@ -31,7 +31,7 @@ def measure_run(args: argparse.Namespace) -> None:
     ids = rng.integers(0, 150_000, (args.prompts, args.length), dtype=np.int32)
     ids[:, : args.shared] = ids[0, : args.shared]
     for seq_id, row in enumerate(ids):
-        scheduler.add(Sequence(seq_id, row.tolist(), params, seq_id, frozenset({5}), row.tobytes()))
+        scheduler.add(Sequence(seq_id, row.tolist(), params, seq_id, frozenset({5})))
     drawn = np.full((args.num_seqs, 1), 7)
     computed, in_flight, start = 0, None, time.process_time()
     while not scheduler.is_finished():

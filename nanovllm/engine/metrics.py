@@ -12,7 +12,7 @@ import numpy as np
 
 from nanovllm.engine.stats import EngineStats
 from nanovllm.metrics import Counter, Gauge, Histogram, Metric
-from nanovllm.outputs import RequestMetrics, RequestOutput
+from nanovllm.outputs import RequestMetrics, RequestOutput, unlisted
 
 _FIRST_TOKEN = [
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0),
@@ -99,7 +99,7 @@ class RequestTimes:
                     self._add["request_generation_tokens"](number)
                     most = max(most, number)
             if output.finished and output.metrics is not None:
-                self._add["request_prompt_tokens"](len(output.prompt_token_ids))
+                self._add["request_prompt_tokens"](len(unlisted(output, "prompt_token_ids")))
                 self._add_times(output.metrics, most)
 
     def drop_parts(self) -> None:

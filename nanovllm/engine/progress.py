@@ -15,7 +15,7 @@ from typing import Any
 
 from nanovllm.batch import StepKind
 from nanovllm.engine.stats import StepStats, short
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, unlisted
 from nanovllm.sampling_params import MAX_TOKENS, Default, SamplingParams
 
 logger = logging.getLogger("nanovllm")
@@ -111,7 +111,7 @@ class LengthHint:
     def answered(self, outputs: Iterable[RequestOutput]) -> None:
         """Count answers, or the last parts of answers."""
         for output in outputs:
-            fits = len(output.prompt_token_ids) + MAX_TOKENS <= self._max_model_len
+            fits = len(unlisted(output, "prompt_token_ids")) + MAX_TOKENS <= self._max_model_len
             for each in output.outputs:
                 self._num_answers += each.finished()
                 self._num_cut += fits and each.finish_reason == "length" and output.index in self._defaults

@@ -93,11 +93,11 @@ class Requests:
         return [
             Sequence(
                 next(self._seq_ids),
-                request.prompt_token_ids[: request.num_needed],  # a copy
+                request.prompt_token_ids[: request.num_needed],
                 request.params,
                 sequence_seed(request, index, self._seed),
                 request.stop_token_ids,
-                request.prompt_bytes,
+                request.prompt_token_ids,
                 make_rules(request, self.processor.eos_token_ids),
                 next_wanted=request.next_wanted if index == 0 else None,
                 pooling=request.pooling,
@@ -215,7 +215,7 @@ class Requests:
 
     def _metrics(self, state: _RequestState, now: float) -> RequestMetrics:
         epoch, scheduled, token = self._epoch, state.first_scheduled, state.first_token
-        whole = all(each.finish_reason in ("stop", "length") for each in state.completions.values())
+        whole = {each.finish_reason for each in state.completions.values()} <= {"stop", "length"}
         return RequestMetrics(
             arrival_time=epoch + state.arrival,
             first_scheduled_time=None if scheduled is None else epoch + scheduled,
@@ -229,13 +229,13 @@ class Requests:
         first = state.sequences[0]
         completions = [state.completions[index] for index in range(state.request.params.n)]
         prompt = first.prompt_logprobs, state.num_cached_tokens, first.pooled
-        ends = (
+        dead_ends = [
             (rule.dead_end, len(seq.completion_token_ids))
             for seq in state.sequences
             for rule in seq.rules
-            if seq.finish_reason == "error" and isinstance(rule, Grammar)
-        )
-        dead_end = next(((why, count) for why, count in ends if why is not None), None)
+            if seq.finish_reason == "error" and isinstance(rule, Grammar) and rule.dead_end is not None
+        ]
+        dead_end = dead_ends[0] if dead_ends else None
         metrics = self._metrics(state, now)
         return self.processor.output(state.request, completions, metrics, *prompt, dead_end=dead_end)
 

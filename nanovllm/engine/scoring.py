@@ -98,7 +98,7 @@ def beam_search(
 def score_output(output: RequestOutput, first: int) -> ScoreOutput:
     """The score of the prompt's tokens from `first` on. The output's prompt logprobs include the likeliest
     token at each position, unless it has an error."""
-    token_ids = output.prompt_token_ids[first:]
+    token_ids = list(unlisted(output, "prompt_token_ids")[first:])
     if output.error is not None:
         unknown = [math.nan] * len(token_ids)
         return ScoreOutput(token_ids, unknown, False, output.num_cached_tokens, output.error)

@@ -23,7 +23,7 @@ from nanovllm.engine.stats import EngineStats, StepStats, TimelinePoint, counted
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.sources import Source
-from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput
+from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput, unlisted
 
 _DRAW_SECONDS = 0.2  # in a terminal
 _LOOK_SECONDS, _NOTE_SECONDS = 0.1, 0.5  # between looks at the clock, and notes of the last minute
@@ -215,8 +215,8 @@ class JobProgress:
 
     def answered(self, output: RequestOutput, work: Work) -> None:
         drawn = sum([len(each.token_ids) for each in output.outputs])
-        self._remaining.end(work, len(output.prompt_token_ids), drawn)
-        self.prompt_tokens += len(output.prompt_token_ids)
+        self._remaining.end(work, len(unlisted(output, "prompt_token_ids")), drawn)
+        self.prompt_tokens += len(unlisted(output, "prompt_token_ids"))
         self.output_tokens += drawn
         for each in output.outputs:
             self.reasons[each.finish_reason or ""] += 1

@@ -21,7 +21,7 @@ from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.output import COLUMNS, to_text
 from nanovllm.jobs.params import PARAMS_COLUMN, own_params, row_params
 from nanovllm.jobs.sources import SourceRow, Values, parse_json
-from nanovllm.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput
+from nanovllm.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput, unlisted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import check_template_options, parse_conversations, render_conversations
 from nanovllm.text.prompts import Prompt, show
@@ -163,7 +163,7 @@ class PlainFormat(RowFormat):
             "text": texts[0],
             "finish_reason": reasons[0],
             **more,
-            "prompt_tokens": len(output.prompt_token_ids),
+            "prompt_tokens": len(unlisted(output, "prompt_token_ids")),
             "completion_tokens": sum(len(each.token_ids) for each in output.outputs),
             "error": None,
         }

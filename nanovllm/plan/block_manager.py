@@ -93,15 +93,9 @@ class BlockManager:
                 return False
         hits, source, cells = found
         count = len(hits)
-        first = self._first_kept(count * self.block_size)
-        content = pool.content[hits[-1]] if hits else None
-        if self._all_windowed:
-            hits[:first] = [PADDING] * first
-        if self.two_kinds:
-            kept = [self._windowed[self._chain_of(block)] for block in hits[first:]]
-            seq.window_table = [PADDING] * first + [block - pool.first_windowed for block in kept]
-            for block in kept:
-                pool.share(block)
+        seq.chain = self._chain_of(hits[-1]) if hits else ROOT
+        if self.windows is not None:
+            self._take_windowed(seq, hits)
         for block in hits:
             if block != PADDING:
                 pool.share(block)
@@ -110,15 +104,26 @@ class BlockManager:
             self._pinned.append(source)
         seq.block_table = hits
         if not self._all_windowed:
-            missing = self.blocks_for(seq.num_tokens) - count
-            seq.block_table = hits + [pool.take() for _ in range(missing)]
+            for _ in range(count, self.blocks_for(seq.num_tokens)):
+                hits.append(pool.take())
         if cells:
-            self._copy(source, seq.block_table[count], cells)
+            self._copy(source, hits[count], cells)
         seq.num_computed_tokens = count * self.block_size + cells
         self.num_cached_tokens += seq.num_computed_tokens
         seq.num_hashed_blocks = count
-        seq.chain = content.chain if content else ROOT
         return True
+
+    def _take_windowed(self, seq: Sequence, hits: list[int]) -> None:
+        """Give `seq` the cached blocks of layers with a window; leave out of `hits` those that have left it,
+        if all layers have one."""
+        first = self._first_kept(len(hits) * self.block_size)
+        if self._all_windowed:
+            hits[:first] = [PADDING] * first
+            return
+        kept = [self._windowed[self._chain_of(block)] for block in hits[first:]]
+        seq.window_table = [PADDING] * first + [block - self.pool.first_windowed for block in kept]
+        for block in kept:
+            self.pool.share(block)
 
     def take_copies(self) -> np.ndarray | None:
         """The copies of the step being planned, as in `Batch`; None if there are none. Call it once all its
@@ -170,10 +175,11 @@ class BlockManager:
         often."""
         if self._share_outputs and self.windows is None:
             self.register(seq, rest=True)
+        drop = self.pool.drop
         for table, offset in ((seq.window_table, self.pool.first_windowed), (seq.block_table, 0)):
             for block in reversed(table):
                 if block != PADDING:
-                    self.pool.drop(block + offset)
+                    drop(block + offset)
         seq.block_table, seq.window_table = [], []
         seq.num_computed_tokens = 0
         seq.num_hashed_blocks = 0
@@ -240,6 +246,8 @@ class BlockManager:
         at the step of its prompt that needs the most."""
         hits = found.blocks
         needed, windowed, pool = self.blocks_for(seq.num_tokens), 0, self.pool
+        if 2 * needed + 1 + spare <= len(pool.free_slabs):
+            return True  # even if each block of both kinds, and the source of a copy, takes a slab of its own
         missing, revived = needed - len(hits), hits
         if self.windows is not None:
             first = self._first_kept(len(hits) * self.block_size)

@@ -5,6 +5,8 @@ Checks nothing: `SamplingParams` did.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from nanovllm.batch import (
@@ -12,6 +14,7 @@ from nanovllm.batch import (
     NO_EXTRAS,
     NO_LOGPROBS,
     PADDING,
+    PENALTIES,
     SAMPLING_PARAMETERS,
     Batch,
     Column,
@@ -25,15 +28,50 @@ from nanovllm.batch import (
     WantedTokens,
 )
 from nanovllm.plan.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
 
 _NO_TOKENS = np.empty(0, np.int64)
 
 
 # One row for each slot, so that one lookup finds all columns of a step.
 _ROW = np.dtype(
-    [("seeds", np.int64), *((name, each.dtype) for name, each in SAMPLING_PARAMETERS.items())], align=True
+    [
+        ("seeds", np.int64),
+        *((name, each.dtype) for name, each in SAMPLING_PARAMETERS.items()),
+        *((name, each.dtype) for name, each in PENALTIES.items()),
+        ("num_logprobs", np.int32),
+        ("has_rules", np.bool_),
+        ("has_extras", np.bool_),
+    ],
+    align=True,
 )
 _GREEDY: list[float] = [column.neutral for column in SAMPLING_PARAMETERS.values()]
+
+
+class _Parameters(NamedTuple):
+    """What the table holds of a SamplingParams."""
+
+    values: tuple[float, ...]  # of a row, from the temperature to the number of logprobs
+    bias: tuple[np.ndarray, np.ndarray] | None  # token ids and biases
+    asked: list[int] | None  # the tokens of `logprob_token_ids`
+    has_penalties: bool
+    has_extras: bool
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> _Parameters:
+        own, asked, bias = _GREEDY, None, None
+        if params.temperature:
+            own = [_fitting(column, getattr(params, name)) for name, column in SAMPLING_PARAMETERS.items()]
+        penalties = [getattr(params, name) for name in PENALTIES]
+        num_logprobs = NO_LOGPROBS if params.logprobs is None else num_likeliest(params.logprobs)
+        if params.logprob_token_ids:
+            asked, num_logprobs = list(params.logprob_token_ids), 0
+        if params.logit_bias:
+            token_ids, values = params.logit_bias.keys(), params.logit_bias.values()
+            bias = np.array([*token_ids], np.int64), np.array([*values], np.float32)
+        has_penalties = penalties != [column.neutral for column in PENALTIES.values()]
+        has_extras = has_penalties or bias is not None or params.num_logprobs is not None
+        return cls((*own, *penalties, num_logprobs), bias, asked, has_penalties, has_extras)
 
 
 class SamplingTable:
@@ -41,36 +79,24 @@ class SamplingTable:
 
     def __init__(self, num_slots: int) -> None:
         self._rows = np.zeros(num_slots, _ROW)
-        self.repetition = np.ones(num_slots, np.float32)
-        self.frequency = np.zeros(num_slots, np.float32)
-        self.presence = np.zeros(num_slots, np.float32)
-        self.num_logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
-        self.has_rules = np.zeros(num_slots, bool)
+        self._last: tuple[SamplingParams, _Parameters] | None = None  # the next sequence mostly has the same
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by slot: token ids and biases
         self._asked: dict[int, list[int]] = {}  # by slot: the tokens of `logprob_token_ids`
-        self._has_extras = np.zeros(num_slots, bool)
 
     def set(self, seq: Sequence) -> None:
-        """Store the parameters of a sequence in its slot."""
+        """Store the parameters of a sequence in its slot; penalties count its tokens anew."""
         slot, params = seq.slot, seq.params
-        own = _GREEDY
-        if params.temperature:
-            own = [_fitting(column, getattr(params, name)) for name, column in SAMPLING_PARAMETERS.items()]
-        self._rows[slot] = (seq.seed, *own)
-        self.repetition[slot] = params.repetition_penalty
-        self.frequency[slot] = params.frequency_penalty
-        self.presence[slot] = params.presence_penalty
+        if self._last is None or self._last[0] is not params:
+            self._last = params, _Parameters.of(params)
+        own, has_rules = self._last[1], seq.has_rules
+        self._rows[slot] = (seq.seed, *own.values, has_rules, has_rules or own.has_extras)
+        seq.is_uncounted = own.has_penalties
         self._asked.pop(slot, None)
-        self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else num_likeliest(params.logprobs)
-        if params.logprob_token_ids:
-            self._asked[slot], self.num_logprobs[slot] = list(params.logprob_token_ids), 0
-        self.has_rules[slot] = seq.has_rules
+        if own.asked is not None:
+            self._asked[slot] = own.asked
         self._bias.pop(slot, None)
-        if params.logit_bias:
-            token_ids, values = params.logit_bias.keys(), params.logit_bias.values()
-            self._bias[slot] = np.array([*token_ids], np.int64), np.array([*values], np.float32)
-        asks = seq.has_penalties or seq.has_rules or slot in self._bias
-        self._has_extras[slot] = asks or params.num_logprobs is not None
+        if own.bias is not None:
+            self._bias[slot] = own.bias
 
     def take(self, slots: np.ndarray, positions: np.ndarray) -> SamplingColumns[np.ndarray]:
         """The columns of `slots` [S], which draw the tokens at `positions` [S]."""
@@ -80,15 +106,16 @@ class SamplingTable:
 
     def take_extras(self, seqs: list[Sequence], slots: np.ndarray, draws: np.ndarray) -> Extras:
         """Return the extras that the sequences of a step request. slots, draws: [S]."""
-        if not self._has_extras[slots].any():
+        rows = self._rows.take(slots)
+        if not rows["has_extras"].any():
             return NO_EXTRAS
         drawn = draws > 0
         return Extras(
-            penalties=self._penalties(seqs, slots, drawn),
+            penalties=self._penalties(seqs, rows, drawn),
             bias=self._biases(slots[drawn], np.flatnonzero(drawn)),
-            num_logprobs=int(self.num_logprobs[slots[drawn]].max(initial=NO_LOGPROBS)),
+            num_logprobs=int(rows["num_logprobs"][drawn].max(initial=NO_LOGPROBS)),
             asked_ids=self._asked_ids(slots.tolist()),
-            has_rules=bool(self.has_rules[slots[drawn]].any()),
+            has_rules=bool(rows["has_rules"][drawn].any()),
         )
 
     def _asked_ids(self, slots: list[int]) -> np.ndarray | None:
@@ -98,17 +125,19 @@ class SamplingTable:
         padded = [row + [PADDING] * (width - len(row)) for row in rows]
         return np.array(padded, np.int64) if width else None
 
-    def _penalties(self, seqs: list[Sequence], slots: np.ndarray, drawn: np.ndarray) -> Penalties | None:
+    def _penalties(self, seqs: list[Sequence], rows: np.ndarray, drawn: np.ndarray) -> Penalties | None:
         # Sequences whose first token since their admission is drawn by this step.
         new = [seq for seq, draws in zip(seqs, drawn, strict=True) if draws and seq.is_uncounted]
-        columns = self.repetition[slots], self.frequency[slots], self.presence[slots]
-        if not (new or (columns[0] != 1).any() or columns[1].any() or columns[2].any()):
+        columns = {name: np.ascontiguousarray(rows[name]) for name in PENALTIES}
+        if not (new or any((columns[name] != each.neutral).any() for name, each in PENALTIES.items())):
             return None
         for seq in new:
             seq.is_uncounted = False
         ids = [np.array(seq.token_ids, np.int64) for seq in new]
         return Penalties(
-            *columns,
+            columns["repetition_penalty"],
+            columns["frequency_penalty"],
+            columns["presence_penalty"],
             np.repeat(np.array([seq.slot for seq in new], np.int64), [len(each) for each in ids]),
             np.concatenate([_NO_TOKENS, *ids]),
             np.concatenate(
@@ -144,7 +173,7 @@ def take_prompt_tokens(
         if seq.next_wanted is not None:
             is_scored = seq.pooling is None
             first = max(seq.next_wanted, end - query_len)
-            last = len(seq.prompt_bytes) // 4 - is_scored
+            last = len(seq.prompt_ids) - is_scored
             count = min(end, last) - first
             if count > 0:
                 (scored if is_scored else pooled).append((start + first - end + query_len, count, row, first))
@@ -153,12 +182,12 @@ def take_prompt_tokens(
                 num_logprobs = max(num_logprobs, num_likeliest(seq.params.prompt_logprobs or 0))
         start += query_len
     targets = [
-        np.frombuffer(seqs[row].prompt_bytes, np.int32)[first + 1 : first + 1 + count]
+        np.array(seqs[row].prompt_ids[first + 1 : first + 1 + count], np.int64)
         for _, count, row, first in scored
     ]
     scores = None
     if scored:
-        scores = ScoredTokens(_wanted(scored), np.concatenate(targets).astype(np.int64), num_logprobs)
+        scores = ScoredTokens(_wanted(scored), np.concatenate(targets), num_logprobs)
     return scores, _wanted(pooled) if pooled else None
 
 

@@ -103,8 +103,9 @@ class BlockPool(Generic[C]):
             if part != block and block < self.first_windowed:
                 del self.free_parts[part]
                 cached = cached or self.content[part] is not None
-        self.free_slabs[slab] = None
-        self.free_slabs.move_to_end(slab, last=cached)
+        self.free_slabs[slab] = None  # the last one
+        if not cached:
+            self.free_slabs.move_to_end(slab, last=False)
         if content is not None and not content.is_full:
             self._free_partial[slab] = None
 

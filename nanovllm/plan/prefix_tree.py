@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from operator import attrgetter
+from struct import Struct
 from typing import NamedTuple
 
 import xxhash
@@ -27,6 +28,7 @@ class CachedBlock(NamedTuple):
     chain: int
     parent: int = -1
     tokens: bytes = b""
+    place: int = 0  # the `child_key`
     key: int = 0  # of a full block
 
     @property
@@ -39,9 +41,12 @@ def block_key(parent: int, tokens: bytes) -> int:
     return xxhash.xxh64_intdigest(tokens, seed=parent)
 
 
+_first_of = Struct("=I").unpack_from
+
+
 def child_key(parent: int, tokens: bytes) -> int:
     """A number for a parent and the first token after it. Unlike a tuple, garbage collection ignores it."""
-    return parent << 32 | int.from_bytes(tokens[:TOKEN_BYTES], "little")
+    return parent << 32 | _first_of(tokens)[0]
 
 
 def num_common(tokens: bytes, others: bytes) -> int:
@@ -76,16 +81,20 @@ class PrefixTree:
 
     def nearest(self, parent: int, tokens: bytes) -> tuple[CachedBlock | None, int]:
         """The block that has most of these tokens at its beginning, and how many; None and 0 if none has."""
-        children = self._children.get(child_key(parent, tokens))
-        if children is None or not tokens:
+        children = self._children.get(child_key(parent, tokens)) if tokens else None
+        if children is None:
             return None, 0
         if not isinstance(children, list):
             return children, num_common(children.tokens, tokens)
         place = bisect_left(children, tokens, key=_tokens_of)
-        near = children[max(place - 1, 0) : place + 1]
-        counts = [num_common(child.tokens, tokens) for child in near]
-        most = max(counts)
-        return near[counts.index(most)], most
+        near = children[max(place - 1, 0)]
+        most = num_common(near.tokens, tokens)
+        if 0 < place < len(children):
+            longer = TOKEN_BYTES * (most + 1)
+            if children[place].tokens[:longer] == tokens[:longer]:
+                near = children[place]
+                most = num_common(near.tokens, tokens)
+        return near, most
 
     def add_full(self, block: int, parent: int, tokens: bytes) -> CachedBlock | None:
         """Make a full block findable; return it, or an equal one that is known. None on a hash collision."""
@@ -93,37 +102,37 @@ class PrefixTree:
         known = self._by_key.get(key)
         if known is not None:
             return known if known.parent == parent and known.tokens == tokens else None
-        added = self._by_key[key] = CachedBlock(block, self._next_chain, parent, tokens, key)
+        place = child_key(parent, tokens)
+        added = self._by_key[key] = CachedBlock(block, self._next_chain, parent, tokens, place, key)
         self._next_chain += 1
         self._insert(added)
         return added
 
     def add_partial(self, block: int, parent: int, tokens: bytes) -> CachedBlock | None:
         """Make the first cells of a block findable; None if another block begins with all these tokens."""
-        added = CachedBlock(block, NO_CHAIN, parent, tokens)
+        added = CachedBlock(block, NO_CHAIN, parent, tokens, child_key(parent, tokens))
         return added if self._insert(added) else None
 
     def extend(self, cached: CachedBlock, tokens: bytes) -> CachedBlock | None:
         """Make more cells of a partial block findable, as `add_partial`. tokens: all of the block."""
-        place = child_key(cached.parent, tokens)
+        block, chain, parent, _, place, _ = cached
         if self._children[place] is cached:
-            added = self._children[place] = cached._replace(tokens=tokens)
+            added = self._children[place] = CachedBlock(block, chain, parent, tokens, place)
             return added
         self.remove(cached)
-        return self.add_partial(cached.block, cached.parent, tokens)
+        return self.add_partial(block, parent, tokens)
 
     def remove(self, cached: CachedBlock) -> None:
         """Forget a block, whose cells will hold something else."""
         if cached.is_full:
             del self._by_key[cached.key]
-        place = child_key(cached.parent, cached.tokens)
-        children = self._children[place]
+        children = self._children[cached.place]
         if isinstance(children, list):
             del children[bisect_left(children, cached.tokens, key=_tokens_of)]
             if len(children) == 1:
-                self._children[place] = children[0]
+                self._children[cached.place] = children[0]
         else:
-            del self._children[place]
+            del self._children[cached.place]
 
     def clear(self) -> None:
         self._by_key.clear()
@@ -132,8 +141,7 @@ class PrefixTree:
     def _insert(self, added: CachedBlock) -> bool:
         """Add a child to its parent; False if it is not full and another child begins with all its tokens."""
         tokens = added.tokens
-        place = child_key(added.parent, tokens)
-        children = self._children.setdefault(place, added)
+        children = self._children.setdefault(added.place, added)
         if children is added:
             return True
         several = children if isinstance(children, list) else [children]
@@ -141,5 +149,5 @@ class PrefixTree:
         if index < len(several) and not added.is_full and several[index].tokens.startswith(tokens):
             return False
         several.insert(index, added)
-        self._children[place] = several
+        self._children[added.place] = several
         return True

@@ -6,6 +6,7 @@ Owns no block; what is free is known to the `BlockManager`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Windows:
         return low
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Room:
     """Which sequences fit: the size of the KV cache, and the longest sequence."""
 
@@ -53,7 +54,7 @@ class Room:
     windows: Windows | None = None  # None: every layer reads all tokens
     chunk: int = 1  # most new tokens of a step
 
-    @property
+    @cached_property
     def max_model_len(self) -> int:
         """The most tokens of prompt and output together."""
         if self.windows is None:

@@ -133,7 +133,7 @@ class Scheduler:
             np.array([row for row, _ in ruled], np.int64),
             bits,
             tuple(
-                (row, function, seq.token_ids[: seq.num_prompt_tokens], seq.completion_token_ids)
+                (row, function, seq.token_ids[: seq.num_prompt_tokens].tolist(), seq.completion_token_ids)
                 for row, seq in rows
                 for function in seq.params.logits_processors or ()
             ),
@@ -228,15 +228,15 @@ class Scheduler:
             return None
         self._prefilled = [] if self.room.windows is None else seqs
         draws = [int(s is not self.prefilling and s.max_tokens_total > len(s.token_ids)) for s in seqs]
-        token_ids: list[int] = []
+        token_ids: list[bytes] = []
         for seq, query_len, drawn in zip(seqs, query_lens, draws, strict=True):
             end = seq.num_computed_tokens
-            token_ids += seq.token_ids[end - query_len : end]
+            token_ids.append(seq.token_bytes(end - query_len, end))
             seq.num_pending_tokens += drawn
         batch = self._make_batch(
             StepKind.PREFILL,
             seqs,
-            np.array(token_ids, np.int32),
+            np.frombuffer(b"".join(token_ids), np.int32),
             np.array(query_lens, np.int32),
             np.array([seq.num_computed_tokens for seq in seqs], np.int32),
             np.array(draws, np.int32),
@@ -268,7 +268,6 @@ class Scheduler:
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
         self._sampling.set(seq)
-        seq.is_uncounted = seq.has_penalties
         self._write_table(seq)
         return seq
 

@@ -30,11 +30,11 @@ class Sequence:
     """
 
     seq_id: int
-    token_ids: list[int]  # known tokens; starts as the prompt, and is this sequence's own
+    token_ids: array[int]  # known tokens, int32; starts as a copy of the prompt that is to be computed
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int] = frozenset()
-    prompt_bytes: bytes = b""  # the prompt's ids as int32; computed here if empty
+    whole_prompt: array[int] | None = None  # with a last token that is only scored; None: as `token_ids`
     rules: list[Rule] = field(default_factory=list)  # on the next token
     next_wanted: int | None = None  # the next prompt position whose hidden state is needed, if any
     pooling: str | None = None  # of these hidden states, as in `Request`; None: they score tokens
@@ -60,15 +60,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
-        self.prompt_bytes = self.prompt_bytes or _as_bytes(self.token_ids)
+        self.token_ids = array("i", self.token_ids)
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """The known tokens [start, end) as int32."""
-        if end <= self.num_prompt_tokens:
-            return self.prompt_bytes[4 * start : 4 * end]
-        prompt = self.prompt_bytes[4 * start :]
-        own = array("i", self.token_ids[max(start, self.num_prompt_tokens) : end])
-        return prompt + own.tobytes()
+        return self.token_ids[start:end].tobytes()
 
     @property
     def num_tokens(self) -> int:
@@ -76,8 +72,13 @@ class Sequence:
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
+    def prompt_ids(self) -> array[int]:
+        """The whole prompt."""
+        return self.token_ids[: self.num_prompt_tokens] if self.whole_prompt is None else self.whole_prompt
+
+    @property
     def completion_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens :].tolist()
 
     def routed_experts(self, num_tokens: int) -> np.ndarray | None:
         """The experts [n, layers, top_k] of its first tokens, at most `num_tokens`; None if unknown."""
@@ -90,11 +91,6 @@ class Sequence:
         return whole[:num_tokens]
 
     @property
-    def has_penalties(self) -> bool:
-        params = self.params
-        return params.repetition_penalty != 1 or bool(params.frequency_penalty or params.presence_penalty)
-
-    @property
     def has_rules(self) -> bool:
         """Whether the next token depends on previous tokens, by rules or by logits processors."""
         return bool(self.rules or self.params.logits_processors)
@@ -104,7 +100,3 @@ class Sequence:
             f"Sequence({self.seq_id}, {self.status.name}, {len(self.token_ids)}+{self.num_pending_tokens} "
             f"tokens, {self.num_computed_tokens} computed, {len(self.block_table)} blocks)"
         )
-
-
-def _as_bytes(token_ids: list[int]) -> bytes:
-    return np.array(token_ids, np.int32).tobytes()

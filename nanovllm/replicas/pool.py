@@ -253,7 +253,7 @@ class Pool:
         while self._backlog and len(self._routed) < self._look_ahead:
             request = self._backlog.popleft()
             self._routed[request.request_id] = request
-            prompt = request.prompt_bytes if self._routes_by_prompt else b""
+            prompt = request.prompt_token_ids.tobytes() if self._routes_by_prompt else b""
             self.router.add(request.request_id, prompt)
         return bool(self._routed)
 

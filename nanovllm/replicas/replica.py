@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from nanovllm.config import Config
@@ -88,14 +87,13 @@ class Failure(NamedTuple):
 
 
 def pack_request(request: Request) -> Request:
-    """Remove the prompt's text, the list of its ids, and the compiled constraint."""
-    return replace(request, prompt=None, prompt_token_ids=[], constraint=None)
+    """Remove the prompt's text and the compiled constraint."""
+    return replace(request, prompt=None, constraint=None)
 
 
 def _unpack_request(request: Request, processor: Processor) -> Request:
-    """Restore the list of the prompt's ids, and compile the constraint again."""
-    ids = np.frombuffer(request.prompt_bytes, np.int32).tolist()
-    return replace(request, prompt_token_ids=ids, constraint=processor.constraint(request.params))
+    """Compile the constraint again."""
+    return replace(request, constraint=processor.constraint(request.params))
 
 
 def _pack_output(output: RequestOutput) -> RequestOutput:

@@ -60,7 +60,7 @@ class Detokenizer:
         # `whole_characters` of a context; cached, because prompts often have the same end.
         self._before = lru_cache(_CACHE_SIZE)(lambda context: self.whole_characters(list(context)))
 
-    def text(self, prompt_ids: list[int], output_ids: list[int]) -> str:
+    def text(self, prompt_ids: Sequence[int], output_ids: list[int]) -> str:
         """Return the text of `output_ids`, which follow `prompt_ids`."""
         if not output_ids:
             return ""
@@ -79,7 +79,7 @@ class Detokenizer:
         before = self.decode(context)  # the output continues the prompt's character and does not finish it
         return both[len(before) :] if both.startswith(before) else self.decode(output_ids)
 
-    def stream(self, prompt_ids: list[int]) -> _TextStream:
+    def stream(self, prompt_ids: Sequence[int]) -> _TextStream:
         """Return a decoder for the tokens that follow `prompt_ids`, one at a time."""
         return (_ByteStream if self._joins else _WindowStream)(self, prompt_ids)
 
@@ -94,7 +94,7 @@ class Detokenizer:
         """Whether a token's first byte is not the first of a character."""
         return b"\x80" <= (self._bytes.get(token_id) or self._as_letters(token_id))[:1] < b"\xc0"
 
-    def context(self, prompt_ids: list[int]) -> list[int]:
+    def context(self, prompt_ids: Sequence[int]) -> list[int]:
         """The last few tokens of the prompt that are text. A run of byte tokens is never split."""
         start = first = len(prompt_ids)
         count = 0
@@ -102,7 +102,7 @@ class Detokenizer:
             start -= 1
             if prompt_ids[start] not in self.skipped:
                 count, first = count + 1, start
-        return prompt_ids[first:]
+        return list(prompt_ids[first:])
 
     def whole_characters(self, token_ids: list[int]) -> tuple[str, bool]:
         """Decode without an incomplete character at the end; also return whether there is one."""
@@ -152,7 +152,7 @@ class Detokenizer:
 class _ByteStream:
     """A _TextStream for byte-level tokenizers, which can decode each token alone."""
 
-    def __init__(self, detokenizer: Detokenizer, prompt_ids: list[int]) -> None:
+    def __init__(self, detokenizer: Detokenizer, prompt_ids: Sequence[int]) -> None:
         self._bytes = detokenizer.token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         for token_id in detokenizer.context(prompt_ids):  # a character may begin there
@@ -172,7 +172,7 @@ class _ByteStream:
 class _WindowStream:
     """A _TextStream for all other tokenizers: decodes each token together with a few previous tokens."""
 
-    def __init__(self, detokenizer: Detokenizer, prompt_ids: list[int]) -> None:
+    def __init__(self, detokenizer: Detokenizer, prompt_ids: Sequence[int]) -> None:
         self._detokenizer = detokenizer
         # Runs of tokens that begin and end at character boundaries; only the prompt may end within one.
         self._chunks = deque([detokenizer.context(prompt_ids)], maxlen=_CONTEXT)

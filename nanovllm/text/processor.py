@@ -5,6 +5,7 @@ Owns the tokenizer. Keeps no request; knows neither blocks nor tensors.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
@@ -95,7 +96,7 @@ class Processor:
 
         def make(row: int, prompt: Prompt) -> Request:
             param, name = params[row], where[row]
-            token_ids, packed = self._pack(prompt, encoded[row], name)
+            token_ids = self._pack(prompt, encoded[row], name)
             if not isinstance(param, SamplingParams):
                 raise param
             if id(param) not in known:
@@ -106,7 +107,7 @@ class Processor:
             first_scored = None if param.prompt_logprobs is None else 1
             own = param.guarded() if on_error == "return" else param
             rest = (own, *meaning, first_index + row, first_scored)
-            return Request(first_id + row, prompt.text, token_ids, packed, *rest)
+            return Request(first_id + row, prompt.text, token_ids, *rest)
 
         return [
             attempt(make, row, prompt) if isinstance(prompt, Prompt) else prompt
@@ -133,7 +134,8 @@ class Processor:
         # A stop token is always in `token_ids`, but in the text only if requested.
         is_cut = finish_reason == "stop" and not request.params.include_stop_str_in_output
         text = self._text(request, token_ids[:-1] if is_cut else token_ids)
-        stop_reason = None if self._is_eos(stop_token, request.params) else stop_token
+        is_eos = stop_token is None or self._is_eos(stop_token, request.params)
+        stop_reason = None if is_eos else stop_token
         return CompletionOutput(index, text, token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
 
     def stopped_completion(
@@ -177,12 +179,12 @@ class Processor:
         the sum [hidden_size] of the prompt's hidden states. dead_end: where its constraint allowed no token:
         llguidance's message, if any, and the number of tokens before."""
         first, logprobs = request.first_scored, None
-        num_scored = sum(len(part.ranks) for part in scores)
-        if first is not None and num_scored == len(request.prompt_token_ids) - first:  # the prompt ran whole
+        num_unscored = len(request.prompt_token_ids) - sum([len(part.ranks) for part in scores])
+        if first is not None and num_unscored == first:  # the prompt ran whole
             columns = join_parts(scores, self._width(request.params.prompt_logprobs or 0))
             before = request.prompt_token_ids[:first]
             logprobs = self.logprob_dicts(request.params, columns, first, before)
-        failed = any(completion.finish_reason == "error" for completion in completions)
+        failed = "error" in [completion.finish_reason for completion in completions]
         return RequestOutput(
             request_id=str(request.request_id),
             prompt=request.prompt,
@@ -203,7 +205,7 @@ class Processor:
     def encode(self, prompts: Sequence[Prompt], where: list[str]) -> list[list[int]]:
         """The checked token ids of prompts; ValueError as in `make_requests`."""
         rows = zip(prompts, self._encode(prompts, where), where, strict=True)
-        return [self._pack(prompt, ids, name)[0] for prompt, ids, name in rows]
+        return [self._pack(prompt, ids, name).tolist() for prompt, ids, name in rows]
 
     def check_length(self, text: str, where: str) -> None:
         """ValueError for a text that cannot fit, however the rest of its request is. Tokenises nothing."""
@@ -296,7 +298,7 @@ class Processor:
             self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.eos_token_ids)
         return self._grammars.constraint(params.structured_outputs)
 
-    def _encode(self, prompts: Sequence[Prompt | BadRow], where: list[str]) -> list[list[int] | BadRow]:
+    def _encode(self, prompts: Sequence[Prompt | BadRow], where: list[str]) -> list[Sequence[int] | BadRow]:
         """The token ids of each prompt, or the error of a bad one."""
         found = [
             attempt(self._given_ids, prompt, name) if isinstance(prompt, Prompt) else prompt
@@ -315,7 +317,7 @@ class Processor:
                     found[row] = ids
         return [ids for ids in found if ids is not None]
 
-    def _given_ids(self, prompt: Prompt, where: str) -> list[int] | None:
+    def _given_ids(self, prompt: Prompt, where: str) -> Sequence[int] | None:
         """The prompt's token ids; None for a string that is to be tokenised."""
         if prompt.token_ids is None:
             if self.tokenizer is None:
@@ -323,13 +325,13 @@ class Processor:
             self.check_length(str(prompt.text), where)
         return prompt.token_ids
 
-    def _pack(self, prompt: Prompt, ids: list[int] | BadRow, where: str) -> tuple[list[int], bytes]:
-        """The prompt's token ids, as a list and as int32 bytes."""
+    def _pack(self, prompt: Prompt, ids: Sequence[int] | BadRow, where: str) -> array[int]:
+        """The prompt's token ids."""
         if isinstance(ids, Exception):
             raise ids
         if not ids:
             raise ValueError(f"{where} has no tokens: {prompt.text!r}")
-        return ids, pack_token_ids(ids, self._vocab_size, where, packed=prompt.packed)
+        return pack_token_ids(ids, self._vocab_size, where)
 
     def _text(self, request: Request, output_ids: list[int]) -> str:
         if self.tokenizer is None or not request.params.detokenize:
@@ -345,7 +347,7 @@ class Processor:
             made = self._detokenizers[skip_special] = Detokenizer(self.tokenizer, skip_special)
         return made
 
-    def _is_eos(self, token_id: int | None, params: SamplingParams) -> bool:
+    def _is_eos(self, token_id: int, params: SamplingParams) -> bool:
         """Whether `token_id` is the model's own end-of-sequence token: the tokenizer's, or its only one."""
         all_eos = self.eos_token_ids
         only = all_eos[0] if len(all_eos) == 1 else None
@@ -381,11 +383,11 @@ def refused_output(
     request_id: int, index: int, request: Request | BadRow, prompt: Prompt | BadRow, error: BadRow
 ) -> RequestOutput:
     """Return the output of a prompt that cannot run, with the known part of the prompt."""
-    text, token_ids = None, None
+    text: str | None = None
+    ids: Sequence[int] = []
     if isinstance(request, Request):
-        text, token_ids = request.prompt, request.prompt_token_ids
+        text, ids = request.prompt, request.prompt_token_ids
     elif isinstance(prompt, Prompt):
-        text, token_ids = prompt.text, prompt.token_ids
+        text, ids = prompt.text, prompt.token_ids or []
     answer = CompletionOutput(0, "", [], finish_reason="error")
-    ids = token_ids or []
     return RequestOutput(str(request_id), text, ids, None, [answer], error=str(error), index=index)

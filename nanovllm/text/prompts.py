@@ -8,9 +8,10 @@ Reads no further than requested. Knows nothing of tokenizers or devices: a strin
 from __future__ import annotations
 
 import pickle
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -40,9 +41,8 @@ class Prompt:
     """A string, or token ids, or token ids with the string that they came from."""
 
     text: str | None
-    token_ids: list[int] | None
+    token_ids: Sequence[int] | None  # int32 in an array, unless some do not fit
     add_special_tokens: bool = True  # when the string is tokenised; a chat template writes them itself
-    packed: bytes | None = field(default=None, compare=False)  # the token ids as int32, if all of them fit
 
 
 def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> tuple[list[Prompt | BadRow], list[str]]:
@@ -231,11 +231,12 @@ def _iterable(value: Any, expected: str) -> Iterable[Any]:
 
 def _with_ids(text: str | None, value: Any, where: str) -> Prompt:
     """A prompt of these token ids."""
-    ids = to_list(value, f"{where} must be a string, a list of token ids or a dictionary")
+    ids = _iterable(value, f"{where} must be a string, a list of token ids or a dictionary")
+    ids = ids if isinstance(ids, list) else list(ids)
     if not ids:
         raise ValueError(f"{where} is empty; a prompt needs at least one token")
     if (packed := packed_ints(ids)) is not None:  # nearly always, and ten times as fast as the loop below
-        return Prompt(text, ids, packed=packed)
+        return Prompt(text, packed)
     for position, token_id in enumerate(ids):
         if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
             raise TypeError(
@@ -349,8 +350,7 @@ class Request:
 
     request_id: int
     prompt: str | None  # the prompt's string, if the caller passed one
-    prompt_token_ids: list[int]
-    prompt_bytes: bytes  # the same ids as int32
+    prompt_token_ids: array[int]  # int32
     params: SamplingParams
     stop_token_ids: frozenset[int]  # the caller's and, unless ignored, the model's end-of-sequence ids
     bad_words: tuple[tuple[int, ...], ...]  # the token ids of each

@@ -1,4 +1,4 @@
-"""Token ids as int32 bytes, and what they must be. Looks at no single id of a list that is right.
+"""Token ids as arrays of int32, and what they must be. Looks at no single id of a list that is right.
 
 Knows no prompt and no tokenizer.
 """
@@ -6,6 +6,8 @@ Knows no prompt and no tokenizer.
 from __future__ import annotations
 
 import struct
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,17 +15,14 @@ import numpy as np
 from nanovllm.structured_outputs import show
 
 
-def pack_token_ids(
-    token_ids: list[int], vocab_size: int, where: str, ordered: bool = True, packed: bytes | None = None
-) -> bytes:
-    """Return the ids as int32 bytes. ValueError if one is not in the vocabulary, with its position if the ids
-    are `ordered`. packed: these bytes, if they are known."""
+def pack_token_ids(token_ids: Sequence[int], vocab_size: int, where: str, ordered: bool = True) -> array[int]:
+    """Return the ids as int32; an array of them as it is. ValueError if one is not in the vocabulary, with
+    its position if the ids are `ordered`."""
     try:
-        # Three times as fast as np.array(list).
-        ids = struct.pack(f"={len(token_ids)}i", *token_ids) if packed is None else packed
+        ids = token_ids if isinstance(token_ids, array) else _packed(token_ids)
         known = not token_ids or np.frombuffer(ids, np.uint32).max() < vocab_size  # negative: above 2**31
     except struct.error:  # an id does not fit into int32
-        ids, known = b"", False
+        ids, known = array("i"), False
     if not known:
         position, bad = next((i, id_) for i, id_ in enumerate(token_ids) if not 0 <= id_ < vocab_size)
         at = f" at position {position}" if ordered else ""
@@ -33,12 +32,17 @@ def pack_token_ids(
     return ids
 
 
-def packed_ints(ids: list[Any]) -> bytes | None:
-    """The ids as int32 bytes; None unless all are of the type int and fit. Looks at no single id: packing
+def _packed(ids: Sequence[int]) -> array[int]:
+    """The ids as int32; struct.error if one does not fit. Three times as fast as np.array or array alone."""
+    return array("i", struct.pack(f"={len(ids)}i", *ids))
+
+
+def packed_ints(ids: list[Any]) -> array[int] | None:
+    """The ids as int32; None unless all are of the type int and fit. Looks at no single id: packing
     refuses what is no integer, an integer of another library makes the sum one, and True and False pack to 1
     and 0."""
     try:
-        packed = struct.pack(f"={len(ids)}i", *ids)
+        packed = _packed(ids)
         if type(sum(ids)) is not int:
             return None
     except (struct.error, TypeError):

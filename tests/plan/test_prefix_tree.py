@@ -118,7 +118,7 @@ def test_any_load_finds_all_that_is_held(data: st.DataObject) -> None:
         if todo and (loop.scheduler.is_finished() or rng.random() < 0.5):
             prompt = todo.pop(0)
             if loop.finished and rng.random() < 0.3:
-                prompt = (rng.choice([*loop.finished.values()]).token_ids + prompt)[:50]
+                prompt = [*rng.choice([*loop.finished.values()]).token_ids, *prompt][:50]
             params = SamplingParams(max_tokens=rng.randint(1, 9), ignore_eos=rng.random() < 0.7)
             for _ in range(rng.choice([1, 1, 3])):
                 seq = make_sequence(added, prompt, params)

@@ -61,8 +61,8 @@ def parse_prompts(prompts: Any) -> list[Prompt]:
     return rows
 
 
-def ids(prompts: Any) -> list[list[int] | None]:
-    return [prompt.token_ids for prompt in parse_prompts(prompts)]
+def ids(prompts: Any) -> list[list[int]]:
+    return [list(prompt.token_ids) for prompt in parse_prompts(prompts)]
 
 
 @pytest.mark.parametrize("wrap", [Tensor, np.array, lambda values: values], ids=["tensor", "array", "list"])
@@ -88,13 +88,14 @@ def test_iterables() -> None:
 def test_vllms_names_of_dictionaries() -> None:
     assert parse_prompts(TextPrompt(prompt="a")) == [Prompt("a", None)]
     prompts = [TokensPrompt(prompt_token_ids=[5]), TokensPrompt(prompt_token_ids=[6], prompt="b")]
-    assert parse_prompts(prompts) == [Prompt(None, [5]), Prompt("b", [6])]
+    found = [(prompt.text, [*prompt.token_ids]) for prompt in parse_prompts(prompts)]
+    assert found == [(None, [5]), ("b", [6])]
 
 
 def test_vllms_other_keys_of_dictionaries() -> None:
     nothing = {name: absent.default for name, absent in PROMPT.items()}
     assert parse_prompts({"prompt": "a", "multi_modal_data": {}}) == [Prompt("a", None)]
-    assert parse_prompts([{"prompt_token_ids": [5], **nothing}]) == [Prompt(None, [5])]
+    assert ids([{"prompt_token_ids": [5], **nothing}]) == [[5]]
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict], ids=["dict", "BatchEncoding"])
@@ -106,7 +107,7 @@ def test_what_a_tokenizer_returns(kind: Any, wrap: Any) -> None:
     assert ids(kind(padded)) == [[5, 6], [7, 8, 9]]
     row = kind({"input_ids": wrap([[5, 6]])})
     assert ids(row) == ids([row]) == [[5, 6]]
-    assert parse_prompt(row, "the prompt").token_ids == [5, 6]
+    assert list(parse_prompt(row, "the prompt").token_ids) == [5, 6]
     with pytest.raises(ValueError, match=r"prompts\[1\]\['input_ids'\] holds 2 prompts; pass the dictionary"):
         parse_prompts([[5], kind(padded)])
 
@@ -176,6 +177,16 @@ def test_an_output_is_a_mapping() -> None:
         output["logprobs"]
     assert pickle.loads(pickle.dumps(output)) == output == copy.deepcopy(output)
     assert repr(output).startswith("RequestOutput(request_id='0', prompt='p'")
+
+
+def test_the_list_of_an_outputs_prompt_is_made_when_it_is_first_read() -> None:
+    ids = array.array("i", [5, 70_000])
+    one, other = (RequestOutput("0", None, ids, None, []) for _ in range(2))
+    assert len(unlisted(one, "prompt_token_ids")) == 2 and unlisted(one, "prompt_token_ids") is ids
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert one.prompt_token_ids == [5, 70_000] and type(one.prompt_token_ids) is list
+    one.prompt_token_ids.append(6)
+    assert one.prompt_token_ids == [5, 70_000, 6] and other.prompt_token_ids == ids.tolist() == [5, 70_000]
 
 
 def test_outputs_are_made_and_changed_as_vllms() -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import struct
+from array import array
 from itertools import pairwise
 
 import inside
@@ -184,7 +185,7 @@ def test_what_a_replica_holds_of_what_it_took() -> None:
 
 
 def request_of(number: int, length: int, n: int = 1) -> Request:
-    return Request(number, None, [0] * length, b"", SamplingParams(n=n), frozenset(), (), None)
+    return Request(number, None, array("i", [0] * length), SamplingParams(n=n), frozenset(), (), None)
 
 
 def test_a_replica_has_room_while_little_waits_to_be_computed() -> None:

@@ -34,6 +34,7 @@ from sampling_reference import MODES, Reference, checker
 from test_texts import model_for
 
 from nanovllm import RequestOutput, SamplingParams
+from nanovllm.batch import PENALTIES
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.text.logprobs import LogprobDicts
 
@@ -128,7 +129,8 @@ def test_beside_all_others(model: Path, rows: dict[str, Any], check: Check, name
         if "tight" in name:
             assert sum(bool(seq.num_preemptions) for seq in llm.sequences) >= 5
             assert any(seq.num_preemptions and seq.prompt_logprobs for seq in llm.sequences)
-            assert any(seq.num_preemptions and seq.has_penalties for seq in llm.sequences)
+            preempted = [vars(seq.params) for seq in llm.sequences if seq.num_preemptions]
+            assert any(own[name] != each.neutral for own in preempted for name, each in PENALTIES.items())
             assert any(not batch.draws.all() for batch in llm.batches), "no prompt went in chunks"
         elif name == "ahead":
             assert max(seq.num_cached_tokens for seq in llm.sequences if seq.next_wanted is None) >= 2 * BLOCK
