@@ -64,14 +64,3 @@ def test_a_top_k_of_any_size_fits_its_column(top_k: int) -> None:
     columns = table.take(np.array([0]), np.array([3]))
     assert columns.filters.top_k.tolist() == [min(max(top_k, 0), 2**31 - 1)]
     assert columns.has_filters == (top_k > 0)
-
-
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "object"}
-    for _ in range(depth):
-        schema = {"properties": {"a": schema}}
-    return schema
-
-
-# Python 3.13 reads deeper JSON than the other versions
-TOO_DEEP = "json (is nested too deeply; it may have 100 levels|has 101 levels, and may have 100)"

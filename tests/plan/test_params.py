@@ -299,6 +299,17 @@ def test_unknown_options_are_refused_with_the_nearest_name() -> None:
         Config.from_kwargs("")
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
+# Python 3.13 reads deeper JSON than the other versions
+TOO_DEEP = "json (is nested too deeply; it may have 100 levels|has 101 levels, and may have 100)"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
