@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from nanovllm.batch import NO_EXTRAS, SAMPLING_PARAMETERS
+from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.plan.columns import SamplingTable
 from nanovllm.plan.sequence import Sequence
@@ -326,25 +326,6 @@ def test_sampling_columns_of_greedy_rows_are_neutral() -> None:
     assert mixed.has_filters and table.take(np.array([2]), positions[:1]).has_filters
     for name, column in SAMPLING_PARAMETERS.items():
         assert name == "temperature" or getattr(SamplingParams(), name) == column.neutral
-
-
-def test_a_slot_has_the_parameters_of_its_last_sequence() -> None:
-    plain = SamplingParams(temperature=0.5)
-    biased = SamplingParams(logit_bias={3: 2.0}, logprob_token_ids=[4, 5], presence_penalty=1.0)
-    table, found = SamplingTable(2), []
-    for seed, params in enumerate((plain, plain, biased, biased, plain, biased, plain, plain)):
-        seq = Sequence(seed, [5, 6], params, seed)
-        seq.slot = seed % 2
-        table.set(seq)
-        slots = np.array([seq.slot])
-        columns, extras = table.take(slots, np.array([2])), table.take_extras([seq], slots, np.array([1]))
-        assert columns.seeds.tolist() == [seed] and columns.temperature.tolist() == [params.temperature]
-        assert (extras is NO_EXTRAS) == (params is plain)
-        found.append(extras)
-    for extras in (found[2], found[3], found[5]):
-        assert extras.bias.token_ids.tolist() == [3] and extras.bias.values.tolist() == [2.0]
-        assert extras.asked_ids.tolist() == [[4, 5]] and extras.num_logprobs == 0
-        assert extras.penalties.presence.tolist() == [1.0] and extras.penalties.history_ids.tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 5, 2**31, 10**400])
