@@ -5,9 +5,11 @@ Owns the Scheduler, the Ranks with rank 0's ModelRunner, and the Requests: seque
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -69,14 +71,19 @@ class Core:
         self.scheduler = Scheduler(config, self.room)
         self.requests = Requests(model.processor, config.seed)
         self._run_ahead = device.is_cuda if config.async_scheduling is None else config.async_scheduling
+        self._arrived: deque[tuple[Request, float]] = (
+            deque()
+        )  # without sequences yet; perf_counter at arrival
+        self._num_arrived = 0  # sequences that these will have
         self._in_flight: _LaunchedStep | None = None
         self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came
 
     @property
     def load(self) -> Load:
         plan = self.scheduler
+        num_requests = len(self.requests) + len(self._arrived)
         running = len(plan.running) + len(plan.ending)
-        return Load(len(self.requests), running, len(plan.waiting), plan.block_manager.usage)
+        return Load(num_requests, running, len(plan.waiting) + self._num_arrived, plan.block_manager.usage)
 
     @property
     def asleep(self) -> frozenset[str]:
@@ -86,16 +93,26 @@ class Core:
 
     def add(self, requests: list[Request], deltas: bool = False) -> None:
         now = perf_counter()
-        if not self.requests:
+        if not (self.requests or self._arrived):
             self._last_end = now
             self.requests.yields_deltas = deltas
-        for request in requests:
+        self._arrived.extend([(request, now) for request in requests])
+        self._num_arrived += sum([request.params.n for request in requests])
+
+    def _queue(self, enough: float = inf) -> None:
+        """Queue the sequences of requests, in order, until `enough` wait. So the device begins after the
+        first of many requests, and those of the others are made while it works."""
+        waiting = self.scheduler.waiting
+        while self._arrived and len(waiting) < enough:
+            request, arrival = self._arrived.popleft()
             sequences = self.requests.make_sequences(request)
-            self.requests.add(request, sequences, now)
+            self._num_arrived -= len(sequences)
+            self.requests.add(request, sequences, arrival)
             for seq in sequences:
                 self.scheduler.add(seq)
 
     def abort(self, request_id: str | int) -> tuple[RequestOutput | None, list[RequestOutput]]:
+        self._queue()
         seq_ids = self.requests.unfinished_sequences(request_id)
         for seq_id in seq_ids:
             self.scheduler.abort(seq_id)
@@ -110,6 +127,8 @@ class Core:
         else:
             for seq_id in self.requests.unfinished:
                 self.scheduler.abort(seq_id)
+        self._arrived.clear()
+        self._num_arrived = 0
         self.requests.clear()
         return not self.ranks.watch.ended.is_set()
 
@@ -135,6 +154,7 @@ class Core:
 
     def _plan(self) -> _LaunchedStep | None:
         """Plan the next step, which must be launched then; None if nothing can be planned."""
+        self._queue(self._config.max_num_seqs)  # a step admits no more
         blocks = self.scheduler.block_manager
         cached, preempted = blocks.num_cached_tokens, self.scheduler.num_preemptions
         batch = self.scheduler.schedule()

@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import check_scheduler
 
-from nanovllm.batch import NOT_DRAWN, NOT_FINITE, StepKind, StepOutput
+from nanovllm.batch import NO_EXTRAS, NOT_DRAWN, NOT_FINITE, StepKind, StepOutput
+from nanovllm.plan.columns import SamplingTable
 from nanovllm.plan.room import Room, Windows
+from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 PROMPTS = st.lists(
@@ -296,3 +298,22 @@ def test_plan_runs_without_torch() -> None:
         "import nanovllm, nanovllm.config, nanovllm.plan.scheduler, nanovllm.text.prompts"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_slot_has_the_parameters_of_its_last_sequence() -> None:
+    plain = SamplingParams(temperature=0.5)
+    biased = SamplingParams(logit_bias={3: 2.0}, logprob_token_ids=[4, 5], presence_penalty=1.0)
+    table, found = SamplingTable(2), []
+    for seed, params in enumerate((plain, plain, biased, biased, plain, biased, plain, plain)):
+        seq = Sequence(seed, [5, 6], params, seed)
+        seq.slot = seed % 2
+        table.set(seq)
+        slots = np.array([seq.slot])
+        columns, extras = table.take(slots, np.array([2])), table.take_extras([seq], slots, np.array([1]))
+        assert columns.seeds.tolist() == [seed] and columns.temperature.tolist() == [params.temperature]
+        assert (extras is NO_EXTRAS) == (params is plain)
+        found.append(extras)
+    for extras in (found[2], found[3], found[5]):
+        assert extras.bias.token_ids.tolist() == [3] and extras.bias.values.tolist() == [2.0]
+        assert extras.asked_ids.tolist() == [[4, 5]] and extras.num_logprobs == 0
+        assert extras.penalties.presence.tolist() == [1.0] and extras.penalties.history_ids.tolist() == [5, 6]

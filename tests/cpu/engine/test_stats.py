@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import inside
 import pytest
 from checked_llm import make_tiny, run
 
@@ -135,3 +136,28 @@ def test_stats_from_any_thread(model: Path) -> None:
         list(llm.stream([[5], [6]], params(3)))
         assert [stats.num_output_tokens for stats in asked] == [2, 4, 6]
     assert llm.stats().num_finished_requests == 2, "after close"
+
+
+def test_sequences_of_many_requests_are_made_as_steps_need_them(model: Path) -> None:
+    """They count as waiting, and abort finds all of them."""
+    prompts = [[5, 6, 7 + i] for i in range(9)]
+    with make_tiny(model, max_num_seqs=2, async_scheduling=True) as llm:
+        expected = [output["token_ids"] for output in llm.generate(prompts, params(3), use_tqdm=False)]
+        ids = [llm.add_request(prompt, params(3)) for prompt in prompts]
+        assert llm.stats().num_unfinished_requests == llm.stats().num_waiting == 9
+        outputs = llm.step()
+        stats = llm.stats()
+        assert (stats.num_unfinished_requests, stats.num_running, stats.num_waiting) == (9, 2, 7)
+        assert not inside.scheduler(llm).waiting, "more sequences were made than a step admits"
+        aborted = llm.abort(ids[-1])
+        assert aborted is not None and aborted.outputs[0].finish_reason == "abort"
+        assert aborted.prompt_token_ids == prompts[-1] and llm.abort(ids[-1]) is None
+        assert llm.stats().num_unfinished_requests == 8
+        while not llm.is_finished():
+            outputs += llm.step()
+        answers = {output.request_id: output["token_ids"] for output in outputs}
+        assert answers == dict(zip(ids[:-1], expected, strict=False))
+        llm.add_request(prompts[0], params(3))
+        stream = llm.stream(prompts, params(3))
+        with pytest.raises(RuntimeError, match=r"1 request\(s\) of add_request are unfinished"):
+            next(stream)
