@@ -125,7 +125,7 @@ class Detokenizer:
             return ""
         if not self._bytes.keys().isdisjoint(token_ids):
             token_ids = self._repaired(token_ids)
-        if not self._unmarked.isdisjoint(token_ids):
+        if self._unmarked and not self._unmarked.isdisjoint(token_ids):
             token_ids = [token_id for token_id in token_ids if token_id not in self._unmarked]
         return str(self._decode_ids(token_ids, skip_special_tokens=self._skip_special_tokens))
 
