@@ -47,7 +47,8 @@ PIECES = [
 def tiktoken(path: Path, **options: str) -> Tokenizer:
     """The tokenizer of a file of tiktoken, for example with its `pattern`."""
     converter = TikTokenConverter(str(path), **options)
-    converter.additional_special_tokens = []  # transformers 4 adds them, and has None
+    # Some versions add those of one name or the other, and have None.
+    converter.additional_special_tokens = converter.extra_special_tokens = []
     made: Tokenizer = converter.converted()
     return made
 
