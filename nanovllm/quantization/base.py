@@ -339,6 +339,11 @@ class LinearMethod(WeightMethod):
             (self.apply(rows, bias), None) if residual is None else self.apply_and_add(rows, residual, bias)
         )
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, K] -> hidden @ weight^T, [n, N]: the product of an LM head, which may be float32 in a
+        model in 16 bits."""
+        return self.apply(hidden)
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` [T] of the weight, [T, K]. Only embeddings need it."""
         raise NotImplementedError(f"{type(self).__name__} has no rows to look up")

@@ -108,6 +108,10 @@ class IntegerLinearMethod(LinearMethod):
             return self.apply(x, bias), residual
         return int_linear(x, self.weight, bias, residual), None
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32: among logits in 16 bits the likeliest token often has an equal."""
+        return int_linear(hidden, self.weight, dtype=torch.float32)
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return int_embed(ids, self.weight, self.dtype)
 

@@ -177,27 +177,27 @@ def int_linear(
     weight: IntWeight,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [T, K] @ weight^T + bias + residual, [T, N] in the dtype of x, which the bias and the residual have
-    too; rounded once. Float32 accumulation."""
+    """x [T, K] @ weight^T + bias + residual, [T, N] in `dtype`, by default that of x, which the bias and the
+    residual have too; rounded once. Float32 accumulation."""
     rows, k = x.shape
     n, groups = weight.n, weight.groups
-    out = empty((rows, n), x.dtype)
+    out = empty((rows, n), dtype or x.dtype)
     if rows == 0:
         return out
     if x.stride(1) != 1:
         raise ValueError("rows of x must be contiguous")
-    variant = weight.format.name, DTYPES[x.dtype]
-    row_bytes = groups * _RECORD
+    name, row_bytes = weight.format.name, groups * _RECORD
     records = empty((rows, row_bytes), torch.uint8)
-    _QUANTISE.launch(variant, rows, x, records, k, x.stride(0), row_bytes)
+    _QUANTISE.launch((name, DTYPES[x.dtype]), rows, x, records, k, x.stride(0), row_bytes)
     vectors = _vectors(n, rows)
     ahead = vectors * (team().size - 1) + 1  # blocks to the next program of a thread
     columns, chunks = -(-n // (LANES * vectors)), -(-rows // _ROWS)
     block_bytes, stride = weight.data.stride(0), 0 if residual is None else residual.stride(0)
     tensors = records, weight.data, bias, residual, out
     sizes = rows, n, groups, row_bytes, block_bytes, stride
-    _PRODUCT.launch(variant, columns * chunks, *tensors, *sizes, vectors, columns, ahead)
+    _PRODUCT.launch((name, DTYPES[out.dtype]), columns * chunks, *tensors, *sizes, vectors, columns, ahead)
     return out
 
 

@@ -89,28 +89,32 @@ def _from_half(b: Any, bits: Any) -> Any:
 # -- rows of x ----------------------------------------------------------------------------------------------
 
 
-def _combined(b: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    lanes = x.type.count
-    while lanes > 1:
-        lanes //= 2
-        x = combine(*(shuffle(b, x, x, list(range(first, first + lanes))) for first in (0, lanes)))
-    return b.extract_element(x, ir.Constant(_I32, 0))
+def _combined(b: Any, x: Any, y: Any, combine: Callable[[Any, Any], Any]) -> list[Any]:
+    """Each of two vectors, combined to a single number."""
+    both = combine(*(shuffle(b, x, y, [*range(at, at + 8), *range(at + 16, at + 24)]) for at in (0, 8)))
+    for lanes in (4, 2, 1):
+        both = combine(both, shuffle(b, both, both, [each ^ lanes for each in range(LANES)]))
+    return [b.extract_element(both, ir.Constant(_I32, lane)) for lane in (0, 8)]
 
 
-def _quantised(b: Any, x: Any) -> tuple[Any, Any]:
-    """16 values -> codes from -127 to 127, int32, and their scale."""
+def _quantised(b: Any, x: Any, y: Any) -> list[tuple[Any, Any]]:
+    """For each of two vectors codes from -127 to 127, int32, and their scale."""
 
     def larger(left: Any, right: Any) -> Any:
         return b.select(b.icmp_signed(">", left, right), left, right)
 
     # The bits of positive numbers are in their order, and those of NaN the largest.
-    bits = b.and_(b.bitcast(x, _VI), constant(0x7FFFFFFF, _VI))
-    largest = b.bitcast(_combined(b, bits, larger), _F32)
-    tiny, zero = b.fcmp_ordered("<", largest, ir.Constant(_F32, _TINY)), ir.Constant(_F32, 0.0)
-    steps, magic = ir.Constant(_F32, 127.0), constant(MAGIC)
-    factor = spread(b, b.select(tiny, zero, b.fdiv(steps, largest)))
-    rounded = b.bitcast(b.fadd(b.fmul(x, factor), magic), _VI)
-    return b.sub(rounded, b.bitcast(magic, _VI)), b.select(tiny, zero, b.fdiv(largest, steps))
+    bits = [b.and_(b.bitcast(each, _VI), constant(0x7FFFFFFF, _VI)) for each in (x, y)]
+    steps, zero, magic = ir.Constant(_F32, 127.0), ir.Constant(_F32, 0.0), constant(MAGIC)
+    found = []
+    for values, most in zip((x, y), _combined(b, *bits, larger), strict=True):
+        largest = b.bitcast(most, _F32)
+        tiny = b.fcmp_ordered("<", largest, ir.Constant(_F32, _TINY))
+        factor = spread(b, b.select(tiny, zero, b.fdiv(steps, largest)))
+        rounded = b.bitcast(b.fadd(b.fmul(values, factor), magic), _VI)
+        codes = b.sub(rounded, b.bitcast(magic, _VI))
+        found.append((codes, b.select(tiny, zero, b.fdiv(largest, steps))))
+    return found
 
 
 def quantise(name: str) -> Any:
@@ -124,10 +128,9 @@ def quantise(name: str) -> Any:
         place = b.add(row, b.mul(group, _number(_record(format))))
         kind = ir.VectorType(_I16 if wide else _I8, LANES)
         order = [4 * quad + each for quad in range(4) for each in (0, 2, 1, 3)]
-        sums = []
-        for half, values in enumerate((x, y)):
-            codes, scale = _quantised(b, values)
-            total = _combined(b, codes, b.add)
+        sums, found = [], _quantised(b, x, y)
+        totals = _combined(b, *(codes for codes, _ in found), b.add)
+        for half, ((codes, scale), total) in enumerate(zip(found, totals, strict=True)):
             stored = b.trunc(codes, kind)
             if wide:
                 stored = shuffle(b, stored, stored, order)
