@@ -18,10 +18,13 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM, SamplingParams, isa
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.activation import silu_and_mul_reference
+from nanovllm.kernels.cpu.experts import int_experts
 from nanovllm.kernels.cpu.int_layout import FORMATS, IntExperts, dequantised
-from nanovllm.kernels.cpu.int_matmul import int_linear, int_linear_reference
+from nanovllm.kernels.cpu.int_matmul import int_linear_reference
 from nanovllm.kernels.cpu.int_quantise import quantise
-from nanovllm.kernels.grouped_matmul import experts_reference
+from nanovllm.kernels.expert_tiles import PLAIN_MLP
+from nanovllm.kernels.experts_reference import experts_in_turn
 from nanovllm.kernels.routing import Routing
 from nanovllm.layers.weights import allocate
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -94,6 +97,20 @@ def test_which_weights_are_quantised(dense: Path, quantization: str) -> None:
     stored = [quantise(FORMATS[linear], tensors[f"{prefix}{name}_proj.weight"]) for name in "qkv"]
     found = model.get_submodule(f"{prefix}qkv_proj").method.weight.dense()
     assert torch.equal(found, torch.cat([dequantised(FORMATS[linear], *each) for each in stored]))
+
+
+def test_logits_are_float32_and_the_start_says_what_is_rounded(
+    dense: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Among logits in bfloat16 the likeliest token often has an equal."""
+    model = load(dense, "int8")
+    hidden = torch.randn(3, SIZES["hidden_size"]).bfloat16()
+    assert model.compute_logits(hidden).dtype is torch.float32
+    with caplog.at_level(logging.WARNING, "nanovllm"), make_tiny(dense, quantization="int4"):
+        pass
+    expected = "weights become integers of 4 bits as they are loaded; the activations that they multiply are "
+    expected += "rounded to 8 bits, 16 values with a scale (exact, and slower: leave quantization out, with "
+    assert expected + "dtype='float32')" in caplog.text
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -188,7 +205,9 @@ def test_the_start_says_what_is_stored_and_what_is_dequantised(
     assert kept == layers | {"lm_head"}
     with caplog.at_level(logging.WARNING, "nanovllm"), make_tiny(path):
         pass
-    expected = "GGUF weights are used as they are stored: 7 Q4_0; dequantised: 4 Q4_0, 3 Q6_K, 2 Q8_0 ("
+    expected = "GGUF weights are used as they are stored: 7 Q4_0; dequantised: 4 Q4_0, 3 Q6_K, 2 Q8_0; the "
+    expected += "activations that they multiply are rounded to 8 bits, 16 values with a scale (exact, and slower: "
+    expected += "quantization='dequantize' with dtype='float32')"
     assert expected in caplog.text
     with make_tiny(path, quantization="int8") as llm:
         assert llm.generate([PROMPT], SCORED, use_tqdm=False)[0].outputs[0].token_ids
@@ -274,13 +293,12 @@ def test_products_of_experts(dtype: torch.dtype, rows: int) -> None:
     logits = torch.randn(rows, experts).index_fill(1, torch.tensor([3]), -100.0)
     slots = torch.arange(rows).index_fill(0, torch.arange(0, rows, 4), -1) if rows > 1 else None
     chosen = Routing(logits, 2, True, slots).chosen()
-    found = experts_reference(x, gate_up, down, chosen, linear=int_linear)
-    wanted = experts_reference(x, gate_up, down, chosen, linear=int_linear_reference)
+    found = int_experts(x, gate_up, down, chosen)
+    plain = PLAIN_MLP, int_linear_reference, silu_and_mul_reference
+    wanted = experts_in_turn(x, gate_up, down, chosen, *plain)
     assert (found - wanted).abs().max() <= (1e-5 if dtype is torch.float32 else 2e-2)
     alone = [
-        experts_reference(
-            x[i : i + 1], gate_up, down, chosen.__class__(*(c[i : i + 1] for c in chosen)), linear=int_linear
-        )
+        int_experts(x[i : i + 1], gate_up, down, chosen.__class__(*(c[i : i + 1] for c in chosen)))
         for i in range(rows)
     ]
     assert torch.equal(torch.cat(alone), found)
@@ -294,7 +312,7 @@ def test_experts_of_a_file_are_used_as_they_are_stored(tmp_path: Path, stored_as
     path = write_gguf(folder, tmp_path / "m.gguf", random_blocks(stored_as))
     method, exact = experts_of(load(path), 1), load(path, "dequantize").model.layers[1]
     [block] = [each for each in exact.modules() if hasattr(each, "experts_method")]
-    for own, wanted in ((method.gate_up, block.gate_up), (method.down, block.down)):
+    for own, wanted in zip((method.gate_up, method.down), block.experts_method.dense(), strict=True):
         assert own.format.name == stored_as
         assert torch.equal(torch.stack([each.dense() for each in own]), wanted)
     found, wanted = prompt_logprobs(path), prompt_logprobs(path, quantization="dequantize")
@@ -320,7 +338,7 @@ def test_experts_that_cannot_all_stay_are_dequantised(
     assert type(model.model.layers[0].mlp.experts.experts_method) is UnquantizedExpertsMethod
     with caplog.at_level(logging.WARNING, "nanovllm"), make_tiny(path):
         pass
-    assert "1 Q4_1; dequantised: 2 Q4_0, 1 Q6_K (" in caplog.text
+    assert "1 Q4_1; dequantised: 2 Q4_0, 1 Q6_K; the activations that" in caplog.text
     path = "model.layers.0.block_sparse_moe.experts"  # Mixtral's
     config = StoredConfig({f"{path}.{name}_proj": "Q8_0" for name in ("gate", "up", "down")})
     assert type(config.experts(path)) is IntegerExpertsMethod
