@@ -3,11 +3,11 @@
     python -m tools.gguf_nearness FILE.gguf                       # nanovllm as it reads the file by default
     python -m tools.gguf_nearness FILE.gguf --engines nanovllm llama_cpp --threads 2
 
-500 prompts, the same token ids for each engine: 250 questions by the file's chat template, and 250 openings of
-texts without one. The reference is nanovllm in float32 with `quantization="dequantize"`. The tool prints the
-share of prompts whose likeliest next token is the reference's, and the mean Kullback-Leibler divergence
+500 prompts, the same token ids for each engine: 250 questions by the file's chat template, and 250 openings
+of texts without one. The reference is nanovllm in float32 with `quantization="dequantize"`. The tool prints
+how many prompts have the reference's likeliest token, and the mean Kullback-Leibler divergence
 KL(reference || engine) of the next token in nats, with the error of the mean and the largest of 100.
-llama.cpp has one thread's sums, as by default, and its KV cache in 16 bits; `--cache f32` gives it 32.
+llama.cpp (the package llama-cpp-python) has its defaults, with a KV cache in 16 bits.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def own_logprobs(llm: LLM, prompts: Sequence[list[int]]) -> torch.Tensor:
     return torch.stack(found)
 
 
-def llama_cpp_logprobs(path: str, prompts: Sequence[list[int]], options: dict[str, Any]) -> torch.Tensor:
+def llama_cpp_logprobs(path: str, prompts: Sequence[list[int]], threads: int) -> torch.Tensor:
     """As `own_logprobs`, with llama-cpp-python."""
     import llama_cpp
 
     print(f"llama-cpp-python {llama_cpp.__version__}", llama_cpp.llama_print_system_info().decode())
-    llm = llama_cpp.Llama(path, n_ctx=512, verbose=False, **options)
+    llm = llama_cpp.Llama(path, n_ctx=512, verbose=False, n_threads=threads, n_threads_batch=threads)
     found = []
     for prompt in prompts:
         llm.reset()
@@ -115,13 +115,8 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=["nanovllm"], choices=["nanovllm", "llama_cpp"])
     parser.add_argument("--dtype", default="auto", help="of nanovllm")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cache", choices=["f16", "f32"], default="f16", help="llama.cpp's KV cache")
     args = parser.parse_args()
     common: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "num_threads": args.threads}
-
-    def own(**options: Any) -> torch.Tensor:
-        with LLM(args.file, **common, **options) as llm:
-            return own_logprobs(llm, prompts_of(llm.get_tokenizer()))
 
     with LLM(args.file, **common, dtype="float32", quantization="dequantize") as llm:
         prompts = prompts_of(llm.get_tokenizer())
@@ -133,9 +128,7 @@ def main() -> None:
             with LLM(args.file, **common, dtype=args.dtype) as llm:
                 found = own_logprobs(llm, prompts)
         elif engine == "llama_cpp":
-            kind = {"f16": 1, "f32": 0}[args.cache]
-            options = {"n_threads": args.threads, "n_threads_batch": args.threads, "type_k": kind}
-            found = llama_cpp_logprobs(args.file, prompts, {**options, "type_v": kind})
+            found = llama_cpp_logprobs(args.file, prompts, args.threads)
         else:
             sys.exit(f"no engine {engine}")
         print(f"| {engine} | {row_of(reference, found)} |", flush=True)

@@ -1,5 +1,6 @@
-"""Products with weights of 8 and 4 bits on a CPU: each 16 values of a row of x become int8 with
-a scale, their sums are integers, and these are added in their order in float32. A row depends on no other row.
+"""Products with weights of 8 and 4 bits on a CPU: each 16 values of a row of x become int8
+with a scale, their sums are integers, and these are added in their order in float32. A row depends on no
+other row.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Weights are unsigned bytes, x is signed; `int_layout.py` says how weights are pa
 a record: 32 int8, or int16 where no instruction multiplies bytes; the scales of its two halves; what their
 products start from. All instruction sets compute the same integers.
 
-Groups of real models often have one large value, beside which others keep few bits. It costs those of its half
-alone: with a scale for each half the error of answers (KL) is half of that with one (docs/benchmarks.md).
+Groups of real models often have one large value, beside which others keep few bits. It costs those of its
+half alone: with a scale for each half the error of answers (KL) is about half (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ def _from_half(b: Any, bits: Any) -> Any:
 # -- rows of x ----------------------------------------------------------------------------------------------
 
 
-def _combined(b: Any, x: Any, y: Any, combine: Callable[[Any, Any], Any]) -> list[Any]:
+def _combined(b: Any, pair: list[Any], combine: Callable[[Any, Any], Any]) -> list[Any]:
     """Each of two vectors, combined to a single number."""
+    x, y = pair
     both = combine(*(shuffle(b, x, y, [*range(at, at + 8), *range(at + 16, at + 24)]) for at in (0, 8)))
     for lanes in (4, 2, 1):
         both = combine(both, shuffle(b, both, both, [each ^ lanes for each in range(LANES)]))
@@ -107,7 +108,7 @@ def _quantised(b: Any, x: Any, y: Any) -> list[tuple[Any, Any]]:
     bits = [b.and_(b.bitcast(each, _VI), constant(0x7FFFFFFF, _VI)) for each in (x, y)]
     steps, zero, magic = ir.Constant(_F32, 127.0), ir.Constant(_F32, 0.0), constant(MAGIC)
     found = []
-    for values, most in zip((x, y), _combined(b, *bits, larger), strict=True):
+    for values, most in zip((x, y), _combined(b, bits, larger), strict=True):
         largest = b.bitcast(most, _F32)
         tiny = b.fcmp_ordered("<", largest, ir.Constant(_F32, _TINY))
         factor = spread(b, b.select(tiny, zero, b.fdiv(steps, largest)))
@@ -129,7 +130,7 @@ def quantise(name: str) -> Any:
         kind = ir.VectorType(_I16 if wide else _I8, LANES)
         order = [4 * quad + each for quad in range(4) for each in (0, 2, 1, 3)]
         sums, found = [], _quantised(b, x, y)
-        totals = _combined(b, *(codes for codes, _ in found), b.add)
+        totals = _combined(b, [codes for codes, _ in found], b.add)
         for half, ((codes, scale), total) in enumerate(zip(found, totals, strict=True)):
             stored = b.trunc(codes, kind)
             if wide:

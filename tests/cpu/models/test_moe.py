@@ -32,7 +32,7 @@ from tiny_models import (
     write_tiny_model,
 )
 
-from nanovllm import LLM, ModelLoadError, SamplingParams, isa
+from nanovllm import LLM, ModelLoadError, SamplingParams
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels import experts_reference
 from nanovllm.kernels.compat import INTERPRET
@@ -243,27 +243,6 @@ def test_only_experts_with_rows_are_computed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(cpu_experts, "expert_linear", counted(cpu_experts.expert_linear))
     forward(model, [5])
     assert computed == [1] * (2 * 3 * len(model.model.layers))
-
-
-@pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_bits_of_a_row_depend_on_no_other_row(tmp_path: Path, family: str, dtype: str) -> None:
-    """Of drawn tokens and their log-probabilities, on a CPU with kernels."""
-    model = write_tiny_model(tmp_path, family, hidden_size=64)
-    prompts = [torch.randint(2, 97, (20,), generator=seeded(row)).tolist() for row in range(12)]
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
-    options = {"device": "cpu", "skip_tokenizer_init": True, "enable_prefix_caching": False}
-    with LLM(str(model), dtype=dtype, **options) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
-    for one, other in zip(outputs, alone, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
-        assert one.outputs[0].logprobs == other.outputs[0].logprobs
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 # -- weights ------------------------------------------------------------------------------------------------
