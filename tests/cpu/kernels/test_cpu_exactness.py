@@ -1,4 +1,4 @@
-"""What products of integers round on CPUs, what the start says of it, and how near a real model's answers are."""
+"""What products of integers round on CPUs, what the start says of it, and how near a real model is."""
 
 from __future__ import annotations
 

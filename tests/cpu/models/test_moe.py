@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import moe_cases
@@ -22,7 +20,7 @@ from moe_cases import PERSISTENT, SWAPPED, Sizes
 from safetensors.torch import load_file
 from tensors import BF16, F32
 from test_engine import replay_steps
-from test_models import check_against_transformers, forward, load
+from test_models import check_against_transformers
 from tiny_models import (
     FAMILIES,
     MOE_FAMILIES,
@@ -34,9 +32,7 @@ from tiny_models import (
 
 from nanovllm import LLM, ModelLoadError, SamplingParams
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels import experts_reference
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.cpu import experts as cpu_experts
 from nanovllm.kernels.expert_tiles import ExpertMLP, max_tiles
 from nanovllm.kernels.grouped_matmul import choose_experts
 from nanovllm.kernels.routing import Routing
@@ -224,25 +220,6 @@ def test_the_bound_of_tiles() -> None:
         counts = [1] * (min(experts, pairs) - 1)
         worst = len(counts) + -(-(pairs - len(counts)) // rows)
         assert worst <= max_tiles(pairs, experts, rows) <= pairs
-
-
-def test_only_experts_with_rows_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU."""
-    model = load(write_tiny_model(tmp_path, MOE))
-    computed = []
-
-    def counted(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def counting(x: torch.Tensor, weight: Any) -> torch.Tensor:
-            computed.append(len(x))
-            return linear(x, weight)
-
-        return counting
-
-    # In plain torch, and with kernels for this CPU.
-    monkeypatch.setattr(experts_reference, "F", SimpleNamespace(linear=counted(torch.nn.functional.linear)))
-    monkeypatch.setattr(cpu_experts, "expert_linear", counted(cpu_experts.expert_linear))
-    forward(model, [5])
-    assert computed == [1] * (2 * 3 * len(model.model.layers))
 
 
 # -- weights ------------------------------------------------------------------------------------------------

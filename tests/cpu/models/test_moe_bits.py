@@ -1,14 +1,20 @@
-"""Mixtures of experts on CPUs: the same bits in any batch."""
+"""Mixtures of experts on CPUs: the same bits in any batch, and only experts that have rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from test_models import forward, load
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams, isa
+from nanovllm.kernels import experts_reference
+from nanovllm.kernels.cpu import experts as cpu_experts
 
 
 @pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")
@@ -30,3 +36,22 @@ def test_bits_of_a_row_depend_on_no_other_row(tmp_path: Path, family: str, dtype
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def test_only_experts_with_rows_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU."""
+    model = load(write_tiny_model(tmp_path, "qwen3_moe"))
+    computed = []
+
+    def counted(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counting(x: torch.Tensor, weight: Any) -> torch.Tensor:
+            computed.append(len(x))
+            return linear(x, weight)
+
+        return counting
+
+    # In plain torch, and with kernels for this CPU.
+    monkeypatch.setattr(experts_reference, "F", SimpleNamespace(linear=counted(torch.nn.functional.linear)))
+    monkeypatch.setattr(cpu_experts, "expert_linear", counted(cpu_experts.expert_linear))
+    forward(model, [5])
+    assert computed == [1] * (2 * 3 * len(model.model.layers))
