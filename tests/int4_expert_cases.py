@@ -11,9 +11,9 @@ from moe_cases import Sizes, exact_experts, make_mlp, slots_of
 from tensors import assert_near, randn
 
 from nanovllm.kernels.expert_tiles import Chosen
+from nanovllm.kernels.experts_reference import experts_reference
 from nanovllm.kernels.grouped_matmul import (
     ExpertChoice,
-    experts_reference,
     experts_triton,
     fitted,
     grouped_triton,

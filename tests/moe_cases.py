@@ -13,12 +13,12 @@ from tensors import F32, assert_near, randn
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.expert_gemv import GemvChoice, expert_gemv_triton
 from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles, max_tiles
+from nanovllm.kernels.experts_reference import experts_reference
 from nanovllm.kernels.grouped_matmul import (
     PLAIN_MLP,
     ExpertChoice,
     ExpertMLP,
     ExpertTile,
-    experts_reference,
     experts_triton,
     grouped_triton,
 )

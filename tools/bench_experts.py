@@ -25,11 +25,11 @@ import torch
 
 from nanovllm.kernels.expert_gemv import GemvChoice, expert_gemv_triton
 from nanovllm.kernels.expert_tiles import ExpertTiles
+from nanovllm.kernels.experts_reference import experts_reference
 from nanovllm.kernels.grouped_matmul import (
     ExpertChoice,
     ExpertTile,
     choose_experts,
-    experts_reference,
     experts_triton,
     fitted,
     grouped_triton,

@@ -19,8 +19,8 @@ from nanovllm.kernels.compat import (
     tl,
 )
 from nanovllm.kernels.expert_tiles import PLAIN_MLP, Chosen, ExpertMLP
+from nanovllm.kernels.experts_reference import experts_reference
 from nanovllm.kernels.gemv import use_gemv
-from nanovllm.kernels.grouped_matmul import experts_reference
 
 
 class GemvChoice(NamedTuple):

@@ -8,14 +8,12 @@ Owns no weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from nanovllm.kernels.activation import gated, silu_and_mul_reference
+from nanovllm.kernels.activation import gated
 from nanovllm.kernels.compat import (
     INTERPRET,
     INTERPRETED,
@@ -28,7 +26,6 @@ from nanovllm.kernels.compat import (
     shared_memory,
     tl,
 )
-from nanovllm.kernels.cpu.int_layout import IntExperts
 from nanovllm.kernels.expert_tiles import PLAIN_MLP, Chosen, ExpertMLP, ExpertTiles
 from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Experts
 from nanovllm.kernels.int4_values import dequantise_experts, first_scale, tile_values, waited
@@ -357,36 +354,3 @@ def experts_triton(
     inner = grouped_triton(x, gate_up, tiles, first, is_gated=True, gather=True, scatter=False, mlp=mlp)
     products = grouped_triton(inner, down, tiles, second, is_gated=False, gather=False, scatter=True, mlp=mlp)
     return sum_experts_triton(products, tiles.chosen)
-
-
-def experts_reference(
-    x: torch.Tensor,
-    gate_up: torch.Tensor | Int4Experts | IntExperts,
-    down: torch.Tensor | Int4Experts | IntExperts,
-    chosen: Chosen,
-    mlp: ExpertMLP = PLAIN_MLP,
-    linear: Callable[..., torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """`experts_triton` in plain torch, which needs no tiles. Computes only experts that have rows.
-
-    linear: the product of rows with the weight of an expert; `F.linear` by default.
-    """
-    ids, weights = chosen
-    product: Callable[..., torch.Tensor] = linear or F.linear
-    products = x.new_zeros(ids.numel(), down.shape[1])
-    flat = ids.flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat.clamp(min=-1) + 1, minlength=len(down) + 1).tolist()
-    start = counts[0]  # pairs that are routed nowhere
-    for expert, count in enumerate(counts[1:]):
-        if count:
-            pairs = order[start : start + count]
-            rows = product(x[pairs // ids.shape[1]], gate_up[expert])
-            if mlp.gate_up_bias is not None:
-                halves = rows.view(count, 2, -1)[:, :, : mlp.width]
-                halves += mlp.gate_up_bias[expert].view(2, -1)
-            rows = product(silu_and_mul_reference(rows, mlp.activation.kind), down[expert])
-            products[pairs] = rows if mlp.down_bias is None else rows + mlp.down_bias[expert]
-            start += count
-    scaled = products.view(*ids.shape, -1).float() * weights[:, :, None]
-    return torch.where(ids[:, :, None] >= 0, scaled, 0.0).sum(1).to(x.dtype)

@@ -12,7 +12,8 @@ import torch
 from nanovllm.kernels.activation import gated
 from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, shared_memory, tl
 from nanovllm.kernels.expert_tiles import Chosen
-from nanovllm.kernels.grouped_matmul import ExpertChoice, ExpertTile, choose_experts, experts_reference
+from nanovllm.kernels.experts_reference import experts_reference
+from nanovllm.kernels.grouped_matmul import ExpertChoice, ExpertTile, choose_experts
 from nanovllm.kernels.int4_layout import BLOCK, SUB, Int4Experts
 from nanovllm.kernels.int4_values import code_values, first_scale
 

@@ -197,4 +197,4 @@ class ParallelLMHead(_VocabParallelLayer):
             self.method = embedding.method.first_rows(self.rows)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(hidden)
+        return self.method.logits(hidden)

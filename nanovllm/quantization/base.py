@@ -122,6 +122,11 @@ class WeightShard:
         wrong = values[~(values.isfinite() & (values > 0))]
         return f"{wrong[0].item()}, which must be finite and above 0" if len(wrong) else None
 
+    @property
+    def own(self) -> tuple[slice, ...]:
+        """The index of this rank's part of the whole tensor."""
+        return (slice(None),) * self.dim + (slice(self.start, self.start + self.length),)
+
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
         """The part of `parameter` that this shard fills, as a view."""
         own = parameter if self.index is None else parameter[self.index]
@@ -133,8 +138,7 @@ class WeightShard:
         If `source` is a slice of a file, only that part is read.
         """
         if self.length:
-            index = (slice(None),) * self.dim + (slice(self.start, self.start + self.length),)
-            self.place(parameter).copy_(source[index])
+            self.place(parameter).copy_(source[self.own])
 
 
 class Normed:
@@ -338,6 +342,11 @@ class LinearMethod(WeightMethod):
         return (
             (self.apply(rows, bias), None) if residual is None else self.apply_and_add(rows, residual, bias)
         )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, K] -> hidden @ weight^T, [n, N]: the product of an LM head, which may be float32 in a
+        model in 16 bits."""
+        return self.apply(hidden)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` [T] of the weight, [T, K]. Only embeddings need it."""

@@ -1,5 +1,5 @@
 """Weights of 8 or 4 bits in groups of 32 inputs on CPUs: quantised as they are loaded, or read as a GGUF file
-stores them. Activations become int8, each group of a row by itself. Opens no file and knows no model.
+stores them. Activations become int8, with a scale for each 16 of a row. Opens no file and knows no model.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from nanovllm import isa
+from nanovllm.kernels.cpu.experts import int_experts
 from nanovllm.kernels.cpu.int_layout import FORMATS, GROUP, IntExperts, IntFormat, IntWeight, from_blocks
 from nanovllm.kernels.cpu.int_matmul import int_embed, int_linear
 from nanovllm.kernels.cpu.int_quantise import quantise
 from nanovllm.kernels.expert_tiles import ExpertMLP
-from nanovllm.kernels.grouped_matmul import experts_reference
 from nanovllm.kernels.routing import Routing
 from nanovllm.quantization.base import (
     ExpertsMethod,
@@ -32,6 +32,7 @@ from nanovllm.quantization.base import (
 )
 from nanovllm.quantization.unquantized import QuantConfig
 
+ROUNDED = f"the activations that they multiply are rounded to 8 bits, {GROUP // 2} values with a scale"
 _ROUTERS = ("gate", "shared_expert_gate")
 _PRODUCTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # modules that are multiplied as one
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")  # modules that all are integers, or none is
@@ -108,6 +109,10 @@ class IntegerLinearMethod(LinearMethod):
             return self.apply(x, bias), residual
         return int_linear(x, self.weight, bias, residual), None
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32: among logits in 16 bits the likeliest token often has an equal."""
+        return int_linear(hidden, self.weight, dtype=torch.float32)
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return int_embed(ids, self.weight, self.dtype)
 
@@ -152,7 +157,7 @@ class IntegerExpertsMethod(ExpertsMethod):
         _load(weights[shard.index], shard, source, self.as_stored)
 
     def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
-        return experts_reference(x.tensor(), self.gate_up, self.down, routing.chosen(), mlp, int_linear)
+        return int_experts(x.tensor(), self.gate_up, self.down, routing.chosen(), mlp)
 
 
 def _no_kernels(capability: tuple[int, int]) -> str | None:
@@ -188,6 +193,13 @@ class IntegerConfig(QuantConfig):
     @property
     def itemsize(self) -> float | None:
         return FORMATS[self.format].itemsize
+
+    @property
+    def note(self) -> str | None:
+        return (
+            f"weights become integers of {FORMATS[self.format].bits} bits as they are loaded; {ROUNDED} "
+            "(exact, and slower: leave quantization out, with dtype='float32')"
+        )
 
 
 @dataclass(frozen=True)
@@ -254,6 +266,6 @@ class StoredConfig(QuantConfig):
             return f"GGUF weights are dequantised as they are loaded: {listed(rest)}"
         also = f"; dequantised: {listed(rest)}" if rest else ""
         return (
-            f"GGUF weights are used as they are stored: {listed(kept)}{also} (quantization='dequantize' "
-            "dequantises all)"
+            f"GGUF weights are used as they are stored: {listed(kept)}{also}; {ROUNDED} (exact, and slower: "
+            "quantization='dequantize' with dtype='float32')"
         )

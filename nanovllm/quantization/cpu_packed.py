@@ -47,8 +47,7 @@ class PackedLinearMethod(LinearMethod):
 
     def load(self, shard: WeightShard, source: WeightSource) -> None:
         if shard.length:
-            index = (slice(None),) * shard.dim + (slice(shard.start, shard.start + shard.length),)
-            tensor = source[index]
+            tensor = source[shard.own]
             self._make_room_for(tensor)
             row, column = (shard.offset, 0) if shard.dim == 0 else (0, shard.offset)
             cpu_kernel("matmul.copy_rows")(self.weight.data, tensor, row, column)

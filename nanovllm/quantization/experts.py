@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.compat import INTERPRET, use_triton
+from nanovllm.kernels.cpu.experts import packed_experts
+from nanovllm.kernels.cpu.matmul import PackedExperts, copy_rows, packed_shape
 from nanovllm.kernels.expert_gemv import expert_gemv, use_expert_gemv
 from nanovllm.kernels.expert_tiles import ExpertMLP
-from nanovllm.kernels.grouped_matmul import choose_experts, experts_reference, experts_triton
+from nanovllm.kernels.experts_reference import experts_reference
+from nanovllm.kernels.grouped_matmul import choose_experts, experts_triton
 from nanovllm.kernels.routing import Routing
 from nanovllm.quantization.base import (
     ROW_BYTES,
@@ -21,14 +24,18 @@ from nanovllm.quantization.base import (
     WeightShard,
     WeightSource,
 )
+from nanovllm.quantization.cpu_packed import can_pack
 
 
 class UnquantizedExpertsMethod(ExpertsMethod):
     """Two parameters, `gate_up` [E, 2P, H] and `down` [E, H, P]. The width P of an expert is padded with
-    zeros to whole ROW_BYTES; for a GPU, H must be whole ones, which the engine checks."""
+    zeros to whole ROW_BYTES; for a GPU, H must be whole ones, which the engine checks.
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    The CPU's kernels read packed weights, and no bit of a row then depends on other rows.
+    """
+
+    gate_up: torch.Tensor | PackedExperts
+    down: torch.Tensor | PackedExperts
     deterministic: bool
 
     def create(
@@ -38,23 +45,49 @@ class UnquantizedExpertsMethod(ExpertsMethod):
         experts, hidden, width = down.shape
         step = ROW_BYTES // options.dtype.itemsize
         padded = -(-width // step) * step
-        make = torch.empty if padded == width else torch.zeros
-        for name, shape in (("gate_up", (experts, 2 * padded, hidden)), ("down", (experts, hidden, padded))):
-            data = make(shape, dtype=options.dtype, device=options.device)
-            layer.register_parameter(name, nn.Parameter(data, requires_grad=False))
-            setattr(self, name, layer.get_parameter(name))
+        shapes = {"gate_up": (2 * padded, hidden), "down": (hidden, padded)}
+        packs = all(can_pack(shape, options) for shape in shapes.values())
+        make = torch.empty if padded == width and not packs else torch.zeros
+        for name, (n, k) in shapes.items():
+            own = packed_shape((n, k), options.dtype) if packs else (n, k)
+            data = make((experts, *own), dtype=options.dtype, device=options.device)
+            parameter = nn.Parameter(data, requires_grad=False)
+            layer.register_parameter(name, parameter)
+            setattr(self, name, PackedExperts(parameter, n, k) if packs else parameter)
         rows = [replace(each, offset=each.offset // width * padded) for each in gate_up.shards]
         return rows + down.shards
 
     def load(self, shard: WeightShard, source: WeightSource) -> None:
-        shard.copy(source, self.down if shard.dim else self.gate_up)  # ranks split down by its inputs
+        if shard.length:
+            self.fill(shard, source[shard.own])
+
+    def fill(self, shard: WeightShard, values: torch.Tensor, first: int | None = None) -> None:
+        """Copy a shard's part of its weight, [n, k], or those of its rows that begin at row `first` of the
+        expert's weight; cast to its dtype."""
+        assert shard.index is not None
+        weights = self.down if shard.dim else self.gate_up  # ranks split down by its inputs
+        row, column = (0, shard.offset) if shard.dim else (shard.offset, 0)
+        row = row if first is None else first
+        if isinstance(weights, PackedExperts):
+            copy_rows(weights[shard.index].data, values, row, column)
+        else:
+            n, k = values.shape
+            weights[shard.index, row : row + n, column : column + k].copy_(values)
+
+    def dense(self) -> list[torch.Tensor]:
+        """The weights `gate_up` [E, 2P, H] and `down` [E, H, P]."""
+        weights = self.gate_up, self.down
+        return [each.dense() if isinstance(each, PackedExperts) else each for each in weights]
 
     def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         rows = x.tensor()
-        weights = self.gate_up, self.down
+        gate_up, down = self.gate_up, self.down
+        if isinstance(gate_up, PackedExperts) or isinstance(down, PackedExperts):
+            assert isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts)
+            return packed_experts(rows, gate_up, down, routing.chosen(), mlp)
         if not (use_triton(rows) or (self.deterministic and INTERPRET)):
-            return experts_reference(rows, *weights, routing.chosen(), mlp)
+            return experts_reference(rows, gate_up, down, routing.chosen(), mlp)
         if not self.deterministic and use_expert_gemv(rows):
-            return expert_gemv(rows, *weights, routing.chosen(), mlp)
-        choice = choose_experts(routing.num_pairs, len(self.down), rows.dtype, rows.device)
-        return experts_triton(rows, *weights, routing.tiles(choice.rows), choice, mlp)
+            return expert_gemv(rows, gate_up, down, routing.chosen(), mlp)
+        choice = choose_experts(routing.num_pairs, len(down), rows.dtype, rows.device)
+        return experts_triton(rows, gate_up, down, routing.tiles(choice.rows), choice, mlp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -74,8 +75,7 @@ class Fp8ExpertsMethod(Fp8Method, ExpertsMethod):
         """What a shard fills. Ranks split down by its inputs."""
         assert shard.index is not None
         if self.dense is not None:
-            weight = (self.dense.down if shard.dim else self.dense.gate_up)[shard.index]
-            return lambda rows, first: weight[first : first + len(rows)].copy_(rows)
+            return partial(self.dense.fill, shard)
         return (self.down if shard.dim else self.gate_up).expert(shard.index)
 
     def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:

@@ -5,13 +5,16 @@ As `Int4LinearMethod`: one layout on a GPU, dequantised weights elsewhere. Opens
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from nanovllm.kernels.compat import INTERPRET, use_triton
 from nanovllm.kernels.expert_gemv import use_expert_gemv
 from nanovllm.kernels.expert_tiles import ExpertMLP
-from nanovllm.kernels.grouped_matmul import experts_reference, experts_triton
+from nanovllm.kernels.experts_reference import experts_reference
+from nanovllm.kernels.grouped_matmul import experts_triton
 from nanovllm.kernels.int4_experts import choose_int4_experts, int4_expert_gemv
 from nanovllm.kernels.int4_layout import Int4Experts, Int4Weight
 from nanovllm.kernels.routing import Routing
@@ -84,5 +87,5 @@ class Int4ExpertsMethod(Int4Method, PackedExpertsMethod):
 
     def target(self, part: WeightShard) -> Int4Weight | Store:
         if self.dense is not None:
-            return part.place(self.dense.down if part.dim else self.dense.gate_up).copy_
+            return partial(self.dense.fill, part)
         return self.part(part)

@@ -106,7 +106,7 @@ class Mxfp4ExpertsMethod(PackedExpertsMethod):
         values = dequantise_mxfp4(waiting["blocks"], waiting["scales"], self._options.dtype)
         if weight.dim:
             values = values.narrow(1, own.start - groups.start * GROUP, weight.length)
-        weight.place(self.dense.down if weight.dim else self.dense.gate_up).copy_(values)
+        self.dense.fill(weight, values)
 
     def finish_loading(self) -> None:
         waiting, self._waiting = self._waiting, {}

@@ -1,5 +1,6 @@
-"""Products with weights of 8 and 4 bits on a CPU: each group of 32 values of a row of x becomes int8, sums
-over a group are integers, and the groups are added in their order in float32. A row depends on no other row.
+"""Products with weights of 8 and 4 bits on a CPU: each 16 values of a row of x become int8
+with a scale, their sums are integers, and these are added in their order in float32. A row depends on no
+other row.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from nanovllm.kernels.cpu.int_layout import GROUP, LANES, IntWeight, levels
 from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel, empty
 from nanovllm.kernels.cpu.team import team
 
-_RECORD = 72  # bytes of a group of x, at most
+_RECORD = 80  # bytes of a group of x, at most
 _ROWS = 64  # of a program
 _VECTORS = 8  # blocks of 16 outputs of a program, at most
 _CLAIMS = 4  # programs for each thread, at least
@@ -177,27 +178,27 @@ def int_linear(
     weight: IntWeight,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [T, K] @ weight^T + bias + residual, [T, N] in the dtype of x, which the bias and the residual have
-    too; rounded once. Float32 accumulation."""
+    """x [T, K] @ weight^T + bias + residual, [T, N] in `dtype`, by default that of x, which the bias and the
+    residual have too; rounded once. Float32 accumulation."""
     rows, k = x.shape
     n, groups = weight.n, weight.groups
-    out = empty((rows, n), x.dtype)
+    out = empty((rows, n), dtype or x.dtype)
     if rows == 0:
         return out
     if x.stride(1) != 1:
         raise ValueError("rows of x must be contiguous")
-    variant = weight.format.name, DTYPES[x.dtype]
-    row_bytes = groups * _RECORD
+    name, row_bytes = weight.format.name, groups * _RECORD
     records = empty((rows, row_bytes), torch.uint8)
-    _QUANTISE.launch(variant, rows, x, records, k, x.stride(0), row_bytes)
+    _QUANTISE.launch((name, DTYPES[x.dtype]), rows, x, records, k, x.stride(0), row_bytes)
     vectors = _vectors(n, rows)
     ahead = vectors * (team().size - 1) + 1  # blocks to the next program of a thread
     columns, chunks = -(-n // (LANES * vectors)), -(-rows // _ROWS)
     block_bytes, stride = weight.data.stride(0), 0 if residual is None else residual.stride(0)
     tensors = records, weight.data, bias, residual, out
     sizes = rows, n, groups, row_bytes, block_bytes, stride
-    _PRODUCT.launch(variant, columns * chunks, *tensors, *sizes, vectors, columns, ahead)
+    _PRODUCT.launch((name, DTYPES[out.dtype]), columns * chunks, *tensors, *sizes, vectors, columns, ahead)
     return out
 
 
@@ -225,18 +226,21 @@ def int_linear_reference(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`int_linear` in plain torch."""
-    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    largest = groups.abs().amax(-1, keepdim=True)
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % GROUP))
+    halves = padded.unflatten(1, (-1, 2, GROUP // 2))
+    largest = halves.abs().amax(-1, keepdim=True)
     factors = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
-    scales, rounded = largest / 127, (groups * factors).round()
+    scales, rounded = largest / 127, (halves * factors).round()
     codes, numbers = weight.stored(0, weight.n)
-    products = torch.einsum("tgk,ngk->gtn", rounded, levels(weight.format, codes))  # exact integers
-    factors, numbers = scales.permute(1, 0, 2), numbers.float().permute(1, 2, 0)
+    integers = levels(weight.format, codes).unflatten(2, (2, -1))
+    products = torch.einsum("tghk,nghk->ghtn", rounded, integers)  # exact integers
+    factors, numbers = scales.permute(1, 2, 0, 3), numbers.float().permute(1, 2, 0)
+    sums = (rounded.sum(-1) * scales[..., 0]).sum(-1)
     out = torch.zeros(len(x), weight.n)
     for group in range(weight.groups):
-        out += products[group] * factors[group] * numbers[group, 0]
+        out += (products[group] * factors[group]).sum(0) * numbers[group, 0]
         if weight.format.numbers == 2:
-            out += rounded[:, group].sum(-1, keepdim=True) * factors[group] * numbers[group, 1]
+            out += sums[:, group, None] * numbers[group, 1]
     for other in (bias, residual):
         if other is not None:
             out += other.float()

@@ -1,8 +1,11 @@
 """Products of integers for kernels, 32 inputs at a time, with the dot product of each instruction set.
 
 Weights are unsigned bytes, x is signed; `int_layout.py` says how weights are packed. A group of a row of x is
-a record: 32 int8, or int16 where no instruction multiplies bytes; its scale; what its products start from.
-All instruction sets compute the same integers.
+a record: 32 int8, or int16 where no instruction multiplies bytes; the scales of its two halves; what their
+products start from. All instruction sets compute the same integers.
+
+Groups of real models often have one large value, beside which others keep few bits. It costs those of its
+half alone: with a scale for each half the error of answers (KL) is about half (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -32,13 +35,14 @@ from nanovllm.kernels.cpu.emitting import (
 )
 from nanovllm.kernels.cpu.int_layout import FORMATS, GROUP, LANES, IntFormat
 
-RECORD = 72  # bytes of the largest record
+HALF = GROUP // 2  # values of x that share a scale
+RECORD = 80  # bytes of the largest record
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 _VF, _VI = (ir.VectorType(each, LANES) for each in (_F32, _I32))
 _BYTES, _WORDS = ir.VectorType(_I8, 4 * LANES), ir.VectorType(_I16, 2 * LANES)
 MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which is in the lower bits
-_TINY = 1e-30  # a group whose largest value is below is 0
+_TINY = 1e-30  # a half whose largest value is below is 0
 AHEAD_OF_GROUP = 256  # bytes that a tile of several rows asks for with each group
 _AHEAD = 2048  # bytes that are asked for before they are needed
 _MOST_ROWS = {"avx512_bf16": 8, "avx512": 8, "avx2": 4, "generic": 4}  # whose sums stay in registers
@@ -54,8 +58,14 @@ def _is_wide(format: IntFormat) -> bool:
     return isa.level() == "generic" or (isa.level() != "avx512_bf16" and format.bits == 8)
 
 
+def _code_bytes(format: IntFormat) -> int:
+    """Bytes of a value of x."""
+    return 2 if _is_wide(format) else 1
+
+
 def _record(format: IntFormat) -> int:
-    return GROUP * (2 if _is_wide(format) else 1) + 8
+    """Bytes of a record: 2 scales, and 2 starts, int32, or with a minimum one, float32."""
+    return GROUP * _code_bytes(format) + 8 + (4 if format.numbers == 2 else 8)
 
 
 def _from_half(b: Any, bits: Any) -> Any:
@@ -81,12 +91,33 @@ def _from_half(b: Any, bits: Any) -> Any:
 # -- rows of x ----------------------------------------------------------------------------------------------
 
 
-def _combined(b: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    lanes = x.type.count
-    while lanes > 1:
-        lanes //= 2
-        x = combine(*(shuffle(b, x, x, list(range(first, first + lanes))) for first in (0, lanes)))
-    return b.extract_element(x, ir.Constant(_I32, 0))
+def _combined(b: Any, pair: list[Any], combine: Callable[[Any, Any], Any]) -> list[Any]:
+    """Each of two vectors, combined to a single number."""
+    x, y = pair
+    both = combine(*(shuffle(b, x, y, [*range(at, at + 8), *range(at + 16, at + 24)]) for at in (0, 8)))
+    for lanes in (4, 2, 1):
+        both = combine(both, shuffle(b, both, both, [each ^ lanes for each in range(LANES)]))
+    return [b.extract_element(both, ir.Constant(_I32, lane)) for lane in (0, 8)]
+
+
+def _quantised(b: Any, x: Any, y: Any) -> list[tuple[Any, Any]]:
+    """For each of two vectors codes from -127 to 127, int32, and their scale."""
+
+    def larger(left: Any, right: Any) -> Any:
+        return b.select(b.icmp_signed(">", left, right), left, right)
+
+    # The bits of positive numbers are in their order, and those of NaN the largest.
+    bits = [b.and_(b.bitcast(each, _VI), constant(0x7FFFFFFF, _VI)) for each in (x, y)]
+    steps, zero, magic = ir.Constant(_F32, 127.0), ir.Constant(_F32, 0.0), constant(MAGIC)
+    found = []
+    for values, most in zip((x, y), _combined(b, bits, larger), strict=True):
+        largest = b.bitcast(most, _F32)
+        tiny = b.fcmp_ordered("<", largest, ir.Constant(_F32, _TINY))
+        factor = spread(b, b.select(tiny, zero, b.fdiv(steps, largest)))
+        rounded = b.bitcast(b.fadd(b.fmul(values, factor), magic), _VI)
+        codes = b.sub(rounded, b.bitcast(magic, _VI))
+        found.append((codes, b.select(tiny, zero, b.fdiv(largest, steps))))
+    return found
 
 
 def quantise(name: str) -> Any:
@@ -95,36 +126,25 @@ def quantise(name: str) -> Any:
 
     @emitted(void, i64, i64, f32x16, f32x16)
     def quantise_group(b: Any, row: Any, group: Any, x: Any, y: Any) -> None:
-        size, wide = _record(format), _is_wide(format)
-        place = b.add(row, b.mul(group, _number(size)))
-
-        def larger(left: Any, right: Any) -> Any:
-            return b.select(b.icmp_signed(">", left, right), left, right)
-
-        # The bits of positive numbers are in their order, and those of NaN the largest.
-        bits = [b.and_(b.bitcast(each, _VI), constant(0x7FFFFFFF, _VI)) for each in (x, y)]
-        largest = b.bitcast(_combined(b, larger(*bits), larger), _F32)
-        tiny, zero = b.fcmp_ordered("<", largest, ir.Constant(_F32, _TINY)), ir.Constant(_F32, 0.0)
-        steps = ir.Constant(_F32, 127.0)
-        factor = spread(b, b.select(tiny, zero, b.fdiv(steps, largest)))
-        scale = b.select(tiny, zero, b.fdiv(largest, steps))
-        magic = constant(MAGIC)
-        rounded = [b.bitcast(b.fadd(b.fmul(each, factor), magic), _VI) for each in (x, y)]
-        codes = [b.sub(each, b.bitcast(magic, _VI)) for each in rounded]
-        total = _combined(b, b.add(*codes), b.add)
+        size, wide = _code_bytes(format), _is_wide(format)
+        scales = GROUP * size
+        place = b.add(row, b.mul(group, _number(_record(format))))
         kind = ir.VectorType(_I16 if wide else _I8, LANES)
         order = [4 * quad + each for quad in range(4) for each in (0, 2, 1, 3)]
-        for index, each in enumerate(codes):
-            stored = b.trunc(each, kind)
+        sums, found = [], _quantised(b, x, y)
+        totals = _combined(b, [codes for codes, _ in found], b.add)
+        for half, ((codes, scale), total) in enumerate(zip(found, totals, strict=True)):
+            stored = b.trunc(codes, kind)
             if wide:
                 stored = shuffle(b, stored, stored, order)
-            store(b, plus(b, place, index * (size - 8) // 2), stored)
-        store(b, plus(b, place, size - 8), scale)
+            store(b, plus(b, place, HALF * size * half), stored)
+            store(b, plus(b, place, scales + 4 * half), scale)
+            if format.numbers == 1:
+                start = b.mul(total, ir.Constant(_I32, -format.middle))
+                store(b, plus(b, place, scales + 8 + 4 * half), start)
+            sums.append(b.fmul(scale, b.sitofp(total, _F32)))
         if format.numbers == 2:
-            start = b.fmul(scale, b.sitofp(total, _F32))
-        else:
-            start = b.mul(total, ir.Constant(_I32, -format.middle))
-        store(b, plus(b, place, size - 4), start)
+            store(b, plus(b, place, scales + 8), b.fadd(*sums))
 
     return quantise_group
 
@@ -169,18 +189,18 @@ def _byte_pairs(b: Any, x: Any, y: Any) -> Any:
     raise ValueError(f"no product of bytes in int16 for the level {isa.level()}")
 
 
-def _dot(b: Any, sums: list[Any], weight: Any, rows: list[Any], offset: int) -> list[Any]:
+def _dot(b: Any, sums: list[Any], weight: Any, rows: list[Any]) -> list[Any]:
     """Add 4 inputs of 16 outputs, 16 x int32 with a byte for each, times those of each row."""
     if _DOTS[isa.level()]:
         name = "llvm.x86.avx512.vpdpbusd.512"
-        values = [spread(b, load(b, plus(b, row, offset), _I32)) for row in rows]
+        values = [spread(b, load(b, row, _I32)) for row in rows]
         return [call(b, name, _VI, s, weight, x) for s, x in zip(sums, values, strict=True)]
     even = b.bitcast(b.and_(weight, constant(0x00FF00FF, _VI)), _WORDS)
     odd = b.lshr(b.bitcast(weight, _WORDS), constant(8, _WORDS))
     added = []
     for total, row in zip(sums, rows, strict=True):
         for index, part in enumerate((even, odd)):
-            x = spread(b, load(b, plus(b, row, 2 * offset + 4 * index), _I32))
+            x = spread(b, load(b, plus(b, row, 4 * index), _I32))
             total = b.add(total, _pairs(b, part, b.bitcast(x, _WORDS)))
         added.append(total)
     return added
@@ -193,38 +213,37 @@ def _hidden(b: Any, number: Any) -> Any:
     return b.asm(kind, "", "=r,0", [number], side_effect=False)
 
 
-def _group_sums(b: Any, format: IntFormat, weight: Any, rows: list[Any], starts: list[Any]) -> list[Any]:
-    """The sums over a group, 16 x int32 for each row."""
+def _half_sums(
+    b: Any, format: IntFormat, half: int, weight: Any, rows: list[Any], starts: list[Any]
+) -> list[Any]:
+    """The sums over a half of a group, 16 x int32 for each row."""
     short = format.bits == 4 and not _is_wide(format) and isa.level() != "avx512_bf16"
-    # In int16 32 products of at most 15 * 127 are added in pairs.
+    # In int16 16 products of at most 15 * 127 are added in pairs.
     sums = [ir.Constant(_WORDS, None)] * len(rows) if short else starts
+    size, quads = _code_bytes(format), HALF // 4
+    if format.bits == 8:
+        weight = plus(b, weight, 4 * LANES * quads * half)
+    rows = [plus(b, row, HALF * size * half) for row in rows]
 
     def added(sums: list[Any], weight: Any, rows: list[Any]) -> list[Any]:
-        """The sums with 4 more inputs, or with 4 and 4."""
-        bits = load(b, weight, _VI)
-        parts = [bits]
+        """The sums with 4 more inputs."""
+        part = load(b, weight, _VI)
         if format.bits == 4:
-            mask = constant(0x0F0F0F0F, _VI)
-            parts = [b.and_(bits, mask), b.and_(b.lshr(bits, constant(4, _VI)), mask)]
-        for half, part in enumerate(parts):
-            if not short:
-                sums = _dot(b, sums, part, rows, GROUP // 2 * half)
-                continue
-            values = [spread(b, load(b, plus(b, row, GROUP // 2 * half), _I32)) for row in rows]
-            products = [_byte_pairs(b, b.bitcast(part, _BYTES), b.bitcast(x, _BYTES)) for x in values]
-            sums = [b.add(*each) for each in zip(sums, products, strict=True)]
-        return sums
+            part = b.and_(b.lshr(part, constant(4 * half, _VI)), constant(0x0F0F0F0F, _VI))
+        if not short:
+            return _dot(b, sums, part, rows)
+        values = [spread(b, load(b, row, _I32)) for row in rows]
+        products = [_byte_pairs(b, b.bitcast(part, _BYTES), b.bitcast(x, _BYTES)) for x in values]
+        return [b.add(*each) for each in zip(sums, products, strict=True)]
 
-    places = format.code_bytes // 4
-    step = 8 if _is_wide(format) else 4  # bytes of 4 inputs of a row
     if len(rows) == 1 or _MOST_ROWS[isa.level()] == 8:
-        for place in range(places):
-            own = [plus(b, row, step * place) for row in rows]
-            sums = added(sums, plus(b, weight, 4 * LANES * place), own)
+        for quad in range(quads):
+            own = [plus(b, row, 4 * size * quad) for row in rows]
+            sums = added(sums, plus(b, weight, 4 * LANES * quad), own)
     else:
         kept = [cgutils.alloca_once_value(b, total) for total in sums]
-        with cgutils.for_range(b, _hidden(b, _number(places))) as loop:
-            offset = b.mul(loop.index, _number(step))
+        with cgutils.for_range(b, _hidden(b, _number(quads))) as loop:
+            offset = b.mul(loop.index, _number(4 * size))
             place = b.add(weight, b.mul(loop.index, _number(4 * LANES)))
             own = [b.add(row, offset) for row in rows]
             for total, value in zip(kept, added([b.load(each) for each in kept], place, own), strict=True):
@@ -248,8 +267,6 @@ def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, ahead: A
     with cgutils.for_range(b, groups) as loop:
         place = b.add(weight, b.mul(loop.index, _number(codes)))
         own = [b.add(row, b.mul(loop.index, _number(size))) for row in rows]
-        last = [load(b, plus(b, row, size - 4), _F32 if format.numbers == 2 else _I32) for row in own]
-        starts = [ir.Constant(_VI, None)] * len(rows) if format.numbers == 2 else [spread(b, x) for x in last]
         if len(rows) == 1:
             for line in range(0, codes, 4 * LANES):
                 prefetch(b, plus(b, place, _AHEAD + line))
@@ -258,17 +275,31 @@ def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, ahead: A
                 coming = b.add(ahead, b.mul(loop.index, _number(AHEAD_OF_GROUP)))
                 for line in range(0, AHEAD_OF_GROUP, 4 * LANES):
                     prefetch(b, plus(b, coming, line))
-        sums = _group_sums(b, format, place, own, starts)
         at = b.add(scales, b.mul(loop.index, _number(numbers)))
         halves = ir.VectorType(_I16, LANES)
         scale, *minimum = [
             _from_half(b, load(b, plus(b, at, 2 * LANES * index), halves)) for index in range(format.numbers)
         ]
-        for total, row, found, start in zip(totals, own, sums, last, strict=True):
-            factor = b.fmul(scale, spread(b, load(b, plus(b, row, size - 8), _F32)))
-            value = multiply_add(b, b.sitofp(found, _VF), factor, b.load(total))
+
+        def spread_at(row: Any, offset: int, kind: Any) -> Any:
+            return spread(b, load(b, plus(b, row, GROUP * _code_bytes(format) + offset), kind))
+
+        values: list[Any] = []
+        for half in range(2):
+            starts = [
+                ir.Constant(_VI, None) if minimum else spread_at(row, 8 + 4 * half, _I32) for row in own
+            ]
+            found = _half_sums(b, format, half, place, own, starts)
+            terms = [b.sitofp(each, _VF) for each in found]
+            factors = [spread_at(row, 4 * half, _F32) for row in own]
+            if half == 0:
+                values = [b.fmul(*each) for each in zip(terms, factors, strict=True)]
+            else:
+                values = [multiply_add(b, *each) for each in zip(terms, factors, values, strict=True)]
+        for total, row, value in zip(totals, own, values, strict=True):
+            value = multiply_add(b, value, scale, b.load(total))
             if minimum:
-                value = multiply_add(b, minimum[0], spread(b, start), value)
+                value = multiply_add(b, minimum[0], spread_at(row, 8, _F32), value)
             b.store(value, total)
     return [b.load(total) for total in totals]
 

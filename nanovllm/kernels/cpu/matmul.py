@@ -7,7 +7,8 @@ A weight [N, K] is packed into blocks of 64 columns of the product: [blocks, K, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,6 +66,37 @@ def unpacked(packed: torch.Tensor) -> torch.Tensor:
     """The weight [blocks * 64, K] of a packed one, as a new tensor."""
     view = rows_of_packed(packed)
     return view.flatten(2).flatten(0, 1) if view.dim() == 4 else view.flatten(0, 1)
+
+
+class PackedWeight(NamedTuple):
+    """A packed weight, and how many rows [N] it has."""
+
+    data: torch.Tensor
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """The weights [N, K] of E experts, each packed by itself: data [E, ...]."""
+
+    data: torch.Tensor
+    n: int
+    k: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.data), self.n, self.k
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, expert: int) -> PackedWeight:
+        """The weight of an expert, in the same memory."""
+        return PackedWeight(self.data[expert], self.n)
+
+    def dense(self) -> torch.Tensor:
+        """The weights [E, N, K], a new tensor."""
+        return torch.stack([unpacked(each)[: self.n] for each in self.data])
 
 
 def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
@@ -232,6 +264,11 @@ def matmul(
     tensors = y, packed, bias, residual, out, memory
     _KERNEL.launch(variant, programs, *tensors, rows, n, k, y.stride(0), other, blocks, team().size)
     return out
+
+
+def expert_linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """`matmul` with the weight of an expert."""
+    return matmul(x, *weight)
 
 
 def embed(ids: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -92,7 +92,7 @@ def bits() -> list[int]:
         )
         weight.store(0, codes, torch.full((40, 3, FORMATS[name].numbers), 0.5, dtype=torch.float16))
         x = torch.randint(-127, 128, (5, 96), generator=seeded()).float()
-        x[:, ::32] = 127.0  # so the scale is 1
+        x[:, ::16] = 127.0  # so the scales are 1
         total.append(int(int_linear(x, weight).double().mul(2).remainder(1e9).sum()))
         assert torch.equal(int_linear(x, weight), x @ weight.dense().T)
     return total
@@ -136,6 +136,33 @@ def test_code_for_other_cpus_has_the_dot_product(name: str, level: str, cpu: str
     if level == "avx512":
         assert ("vpmaddubsw" if "4" in name else "vpmaddwd") in text
     assert "zmm" in text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_large_value_costs_the_15_beside_it_alone(name: str) -> None:
+    """The error is that of int8 with a scale for each 16 values, which is much less than for each 32."""
+    weight = packed(name, 64, 512)
+    x = torch.rand(32, 512) - 0.5
+    x[:, ::32] = 40.0 * torch.randn(32, 16).sign()
+
+    def rounded(count: int) -> torch.Tensor:
+        values = x.unflatten(1, (-1, count))
+        scale = values.abs().amax(-1, keepdim=True) / 127
+        return ((values / scale).round() * scale).flatten(1) @ weight.dense().T
+
+    exact = x @ weight.dense().T
+    own, sixteen, thirtytwo = (
+        (each - exact).square().mean() for each in (int_linear(x, weight), rounded(16), rounded(32))
+    )
+    assert own < 1.01 * sixteen < 0.6 * thirtytwo
+
+
+def test_a_product_can_be_float32() -> None:
+    weight, x = packed("Q8_0", 40, 96), torch.randn(5, 96).bfloat16()
+    found = int_linear(x, weight, dtype=torch.float32)
+    assert torch.equal(found, int_linear(x.float(), weight)) and torch.equal(
+        found.bfloat16(), int_linear(x, weight)
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)

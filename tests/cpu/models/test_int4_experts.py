@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from nanovllm.kernels.routing import Routing
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights, init_dummy_weights, weight_bytes
 from nanovllm.quantization.base import Normed
+from nanovllm.quantization.experts import UnquantizedExpertsMethod
 from nanovllm.quantization.int4_configs import from_awq
 from nanovllm.quantization.mxfp4 import say_dequantised
 from tools.write_int4 import dequantised, random_order, rounded, write_int4
@@ -114,6 +116,12 @@ def method_of(model: Any) -> Any:
     return model.model.layers[1].mlp.experts.experts_method
 
 
+def held(method: Any) -> Sequence[Any]:
+    """The weights of experts, `gate_up` and `down`: of 4 bits, or floats."""
+    floats = method if isinstance(method, UnquantizedExpertsMethod) else method.dense
+    return (method.gate_up, method.down) if floats is None else floats.dense()
+
+
 @pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("name", ["awq 32", "gptq", "gptq act-order", "w4a16", "w4a16 whole rows"])
 def test_4_bits_in_memory(plain: Path, tmp_path: Path, name: str) -> None:
@@ -123,7 +131,7 @@ def test_4_bits_in_memory(plain: Path, tmp_path: Path, name: str) -> None:
     exact = load_file(plain / "model.safetensors")
     method = method_of(build(folder, BF16))
     assert (method.dense is not None) == ("act-order" in name)
-    gate_up, down = (method.dense or method).gate_up, (method.dense or method).down
+    gate_up, down = held(method)
     for index in range(5):
         parts = dict(zip(("gate_proj", "up_proj"), gate_up[index].chunk(2), strict=True))
         for projection, found in (parts | {"down_proj": down[index]}).items():
@@ -180,10 +188,9 @@ def test_weights_as_they_are_stored(
     for layer, wanted in zip(model.model.layers, exact.model.layers, strict=True):
         method, other = layer.mlp.experts.experts_method, wanted.mlp.experts.experts_method
         assert (method.dense is None) == (dtype == BF16)
-        for name in ("gate_up", "down"):
-            held = getattr(method.dense or method, name)
+        for found, values in zip(held(method), held(other), strict=True):
             for index in range(10):
-                assert torch.equal(held[index], getattr(other, name)[index])
+                assert torch.equal(found[index], values[index])
         if dtype == BF16:
             down, gate_up = method.down, method.gate_up
             assert down.words.nbytes == 10 * 64 * 128 // 2  # 96 inputs, in blocks of 128
@@ -205,10 +212,9 @@ def test_ranks_that_share_a_group_dequantise(tmp_path: Path) -> None:
             models = [build(folder, BF16, TPGroup(rank, 2)) for folder in folders]
             stored, exact = (each.model.layers[0].mlp.experts.experts_method for each in models)
             assert (stored.dense is None) == (width == 128)
-            held = [(stored.dense or stored).down[7], exact.down[7]]
-            assert torch.equal(*held) and held[0].shape == (64, width // 2)
-            held = [(stored.dense or stored).gate_up[7], exact.gate_up[7]]
-            assert torch.equal(*held) and held[0].shape == (width, 64)
+            (gate_up, down), wanted = held(stored), held(exact)
+            assert torch.equal(down[7], wanted[1][7]) and down[7].shape == (64, width // 2)
+            assert torch.equal(gate_up[7], wanted[0][7]) and gate_up[7].shape == (width, 64)
 
 
 @pytest.mark.usefixtures("packed")

@@ -20,7 +20,7 @@ from moe_cases import PERSISTENT, SWAPPED, Sizes
 from safetensors.torch import load_file
 from tensors import BF16, F32
 from test_engine import replay_steps
-from test_models import check_against_transformers, forward, load
+from test_models import check_against_transformers
 from tiny_models import (
     FAMILIES,
     MOE_FAMILIES,
@@ -32,7 +32,6 @@ from tiny_models import (
 
 from nanovllm import LLM, ModelLoadError, SamplingParams
 from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels import grouped_matmul
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.expert_tiles import ExpertMLP, max_tiles
 from nanovllm.kernels.grouped_matmul import choose_experts
@@ -221,22 +220,6 @@ def test_the_bound_of_tiles() -> None:
         counts = [1] * (min(experts, pairs) - 1)
         worst = len(counts) + -(-(pairs - len(counts)) // rows)
         assert worst <= max_tiles(pairs, experts, rows) <= pairs
-
-
-def test_only_experts_with_rows_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU."""
-    model = load(write_tiny_model(tmp_path, MOE))
-    computed = []
-
-    class Counting:
-        @staticmethod
-        def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            computed.append(len(x))
-            return torch.nn.functional.linear(x, weight)
-
-    monkeypatch.setattr(grouped_matmul, "F", Counting)
-    forward(model, [5])
-    assert computed == [1] * (2 * 3 * len(model.model.layers))
 
 
 # -- weights ------------------------------------------------------------------------------------------------
