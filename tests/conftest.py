@@ -6,12 +6,14 @@ skipped.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
 import signal
 
 import pytest
+from full_cells import left_to_full
 
 HAS_GPU = shutil.which("nvidia-smi") is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 if not HAS_GPU:
@@ -30,6 +32,17 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if HAS_GPU else min(os.cpu_count() or 1, MAX_WORKERS)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _imports_are_no_garbage() -> None:
+    """Each engine that closes collects garbage; without this it would visit a million objects of imports."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _warnings_are_heard() -> None:
     """Other packages' set-up of logging turns off the loggers that exist, and gives the root logger a handler
@@ -42,6 +55,8 @@ def _warnings_are_heard() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in left_to_full(items, whole=not any("::" in each for each in config.args)):
+        item.add_marker("full")
     for item in items:
         if item.get_closest_marker("full") and "full" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="a cell of the whole matrix; -m full runs it"))

@@ -46,16 +46,20 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
         for table, offset in ((seq.block_table, 0), (seq.window_table, first))
     ]
     owners = Counter(block for _, table in tables for _, block in table)
-    assert all(count == owners[b] for b, count in enumerate(state.ref_counts)), "reference counts drifted"
-    slabs, used = range(manager.num_blocks), {block % manager.num_blocks for block in owners}
-    assert set(state.free) == {slab for slab in slabs if slab not in used}, "free list drifted"
-    windowed = {block % manager.num_blocks for block in owners if block >= first}
-    assert windowed.isdisjoint({block % manager.num_blocks for block in owners if block < first}), "two kinds"
-    parts = {b for b in range(first) if not owners[b] and b % manager.num_blocks in used - windowed}
-    assert set(state.free_parts) == parts, "free parts drifted"
+    counts, slabs = np.zeros(len(state.ref_counts), np.int64), np.arange(manager.num_blocks)
+    counts[list(owners)] = list(owners.values())
+    assert np.array_equal(state.ref_counts, counts), "reference counts drifted"
+    used, windowed = (np.isin(slabs, [b % len(slabs) for b in owners if b >= least]) for least in (0, first))
+    plain = np.isin(slabs, [block % len(slabs) for block in owners if block < first])
+    assert sorted(state.free) == slabs[~used].tolist(), "free list drifted"
+    assert not (windowed & plain).any(), "two kinds"
+    parts = np.flatnonzero((counts[:first] == 0) & (used & ~windowed)[np.arange(first) % len(slabs)])
+    assert sorted(state.free_parts) == parts.tolist(), "free parts drifted"
     assert not state.pinned, "the source of a copy is owned after its step was planned"
-    partial = {b for b in slabs if not owners[b] and state.content[b] and not state.content[b].is_full}
-    assert set(state.free_partial) == (set() if manager.two_kinds else partial), "free partial blocks drifted"
+    cached = [(block, content) for block, content in enumerate(state.content) if content is not None]
+    partial = [b for b, content in cached if b < len(slabs) and not owners[b] and not content.is_full]
+    found_partial = sorted(state.free_partial)
+    assert found_partial == ([] if manager.two_kinds else partial), "free partial blocks drifted"
     for key, content in state.by_key.items():
         assert content.key == key and content.is_full
         assert len(content.tokens) == 4 * manager.block_size, "a block that is not full has a chain id"
@@ -69,14 +73,13 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
         for content in several:
             assert child_key(content.parent, content.tokens) == place == content.place, content
             assert state.content[content.block] is content, f"{content} is found, and its block is reused"
-            assert content.block % manager.num_blocks not in windowed, f"{content} is overwritten"
+            assert not windowed[content.block % len(slabs)], f"{content} is overwritten"
             assert not content.is_full or state.by_key[content.key] is content, f"{content} has no key"
             assert content.is_full or len(content.tokens) < 4 * manager.block_size, f"{content} is full"
     for chain, block in state.windowed.items():
         assert state.content[block].chain == chain and block >= first
-        assert block % manager.num_blocks not in used - windowed, f"block {block} is cached, and overwritten"
-    num_cached = sum(content is not None for content in state.content)
-    assert num_cached == num_found + len(state.windowed), "a cached block cannot be found"
+        assert not (used & ~windowed)[block % len(slabs)], f"block {block} is cached, and overwritten"
+    assert len(cached) == num_found + len(state.windowed), "a cached block cannot be found"
     for seq, table in tables:
         assert len({block for _, block in table}) == len(table), f"{seq} owns a block twice"
         for index, block in table:

@@ -37,7 +37,11 @@ FILES = sorted(HERE.glob("test_cpu_kernels_*.py"))
 # Each level compiles every kernel anew: a few kernels in each run, all of them with -m full.
 FEW = [HERE / f"test_cpu_kernels_{name}.py" for name in ("norm", "activation", "dtypes")]
 FEW.append(HERE / "test_cpu_kernels_matmul.py::test_an_odd_number_of_steps")
-WHOLE = [pytest.param(FEW, id="few"), pytest.param(FILES, id="all", marks=pytest.mark.full)]
+WHOLE = [
+    pytest.param(FEW[:1], id="one"),
+    pytest.param(FEW, id="few", marks=pytest.mark.full),
+    pytest.param(FILES, id="all", marks=pytest.mark.full),
+]
 
 
 def kernels() -> Iterator[Kernel]:

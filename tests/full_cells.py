@@ -1,0 +1,207 @@
+"""Which cells of the tests are left to `-m full`, so that a first run of all tests takes minutes.
+
+Of a matrix of several parameters a run has cells that together show each value once (`_cover`). `STAY` names
+tests that take seconds a cell, and the ids of the cells that stay; of a test without ids nothing stays. The
+engine, ranks and kernels keep a cell for each path.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+STAY: dict[str, dict[str, list[str]]] = {  # by file below tests/ and name
+    "cpu/engine/test_deltas.py": {
+        "test_joined_deltas_equal_the_whole_output": ["byte_level-in_step", "metaspace-ahead", "llama-tight"],
+    },
+    "cpu/engine/test_max_model_len.py": {
+        "test_replicas_say_it_once": [],
+        "test_the_size_of_the_cache_changes_no_answer": ["longrope", "short longrope", "windows"],
+    },
+    "cpu/engine/test_memory.py": {
+        "test_a_start_on_a_full_device_is_tried_again": ["2"],
+    },
+    "cpu/engine/test_prefix_parting.py": {
+        "test_replicas_compute_each_branch_at_most_once_each": [],
+    },
+    "cpu/engine/test_profile.py": {
+        "test_every_rank_writes_a_trace": ["1"],
+    },
+    "cpu/engine/test_soak.py": {
+        "test_a_million_prompts_are_read_in_bounded_memory": [],
+        "test_soak": ["in_step"],
+    },
+    "cpu/jobs/test_jobs_faults.py": {
+        "test_100_000_rows_with_bad_ones_in_flat_memory": [],
+        "test_a_job_goes_on_when_a_replica_is_killed": [],
+        "test_a_job_killed_at_ten_random_moments_ends_with_the_same_bytes": ["several inputs, filled in"],
+        "test_kill_ctrl_c_and_sigterm": [],
+    },
+    "cpu/jobs/test_jobs_inputs.py": {
+        "test_shards_together_are_one_job": ["sampled0"],
+    },
+    "cpu/jobs/test_jobs_report.py": {
+        "test_the_report_of_a_resumed_job_has_the_totals_of_an_unbroken_one": ["plain"],
+    },
+    "cpu/kernels/test_cpu_checking.py": {
+        "test_an_engine_passes_with_checks_and_gives_the_same_answers": [],
+    },
+    "cpu/kernels/test_cpu_team.py": {
+        "test_a_forked_child_computes": ["idle"],
+        "test_a_process_ends_while_its_threads_look_for_work": [],
+    },
+    "cpu/kernels/test_cpu_threads.py": {
+        "test_log_probabilities_depend_neither_on_threads_nor_on_other_prompts": ["None"],
+    },
+    "cpu/kernels/test_kernels.py": {
+        "test_decode_around_block_boundaries": [
+            "2q1kv-d64-p16-float32",
+            "2q2kv-d24-p16-float32",
+            "8q2kv-d80-p48-float32",
+            "4q2kv-d128-p32-bfloat16",
+            "2q2kv-d256-p16-float16",
+            "4q2kv-d32-p64-bfloat16-float8_e4m3fn",
+            "7q1kv-d80-p48-float16-float8_e4m3fn",
+            "2q2kv-d8-p16-bfloat16-float8_e4m3fn",
+        ],
+        "test_decode_batches": ["1", "3", "17"],
+        "test_filters": ["2-torch.float32", "300-torch.float32", "300-torch.bfloat16", "300-torch.float16"],
+    },
+    "cpu/kernels/test_windows.py": {
+        "test_decode": ["1-None-False", "13-None-True", "70-2.0-False", "130-30.0-True"],
+        "test_decode_and_prefill_of_other_heads": [
+            "2q1kv-d256-p16-float16",
+            "8q1kv-d24-p32-bfloat16",
+            "7q1kv-d80-p48-float16-float8_e4m3fn",
+        ],
+        "test_prefill": ["1-None-False", "13-None-True", "70-2.0-False", "130-30.0-True"],
+        "test_prefill_by_other_tiles": [
+            "Tiles(rows=32, columns=32, warps=4, stages=1, described=True, registers=None)"
+        ],
+    },
+    "cpu/models/test_embedding_models.py": {
+        "test_texts_that_sentence_transformers_cuts_off": ["sentence_bert_config.json-max_seq_length"],
+    },
+    "cpu/models/test_fp8_experts.py": {
+        "test_kernels_of_experts": ["3-128", "20-None"],
+    },
+    "cpu/models/test_gguf_tokenizer.py": {
+        "test_sentencepiece": ["mistral_instruct_tokenizer_240323.model.v3"],
+    },
+    "cpu/models/test_gpt_oss.py": {
+        "test_ranks_load_the_same": ["1"],
+        "test_the_state_dict_of_transformers_updates": ["1"],
+    },
+    "cpu/models/test_moe.py": {
+        "test_the_state_dict_of_transformers_updates": ["qwen3_moe-1", "qwen2_moe-1", "mixtral-1"],
+    },
+    "cpu/parallel/test_data_parallel.py": {
+        "test_every_replica_leaves_a_trace": [],
+    },
+    "cpu/parallel/test_data_parallel_failures.py": {
+        "test_a_process_may_end_without_close": ["forked"],
+        "test_a_replica_that_reads_nothing_is_killed": [],
+        "test_replicas_of_several_ranks_end_with_a_caller_that_is_killed": [],
+    },
+    "cpu/parallel/test_data_parallel_weights.py": {
+        "test_new_weights_of_replicas_that_sleep": [],
+    },
+    "cpu/parallel/test_lifecycle.py": {
+        "test_a_forked_process_leaves_the_engine_alone": ["1"],
+        "test_a_process_may_end_without_close": [
+            "after_generate-2",
+            "an_exception_between_steps-2",
+            "in_a_thread-2",
+            "between_steps-1",
+            "forked-1",
+            "in_a_cycle-1",
+        ],
+        "test_threads_take_turns_in_generate": ["1"],
+    },
+    "cpu/parallel/test_sockets.py": {
+        "test_a_caller_that_is_killed_while_its_ranks_meet_leaves_no_folder": [],
+    },
+    "cpu/parallel/test_stopped.py": {
+        "test_a_rank_that_is_stopped_in_any_later_phase": [],
+        "test_a_rank_that_is_stopped_while_it_loads": ["StopsBeforeJoining"],
+        "test_a_replica_that_is_stopped_in_any_phase": [],
+    },
+    "cpu/parallel/test_tensor_parallel.py": {
+        "test_a_worker_that_raises_at_any_call_of_the_start": ["warmup_model"],
+        "test_engines_at_once_and_in_turn": [],
+        "test_every_schedule_gives_transformers_tokens": [
+            "ample",
+            "chunked_tight",
+            "minimal_in_step",
+            "no_prefix_cache",
+        ],
+        "test_fault": ["raise_in_step", "kill_in_collective", "kill_rank_0"],
+        "test_scripts_need_no_main_guard_and_no_close": ["script"],
+    },
+    "cpu/report/test_demo_model.py": {
+        "test_accuracy_on_problems_never_trained_on": [],
+        "test_log_probabilities_show_what_a_quantised_cache_costs": [],
+    },
+    "cpu/report/test_notebook.py": {
+        "test_notebook": ["1"],
+    },
+    "cpu/text/test_structured_engine.py": {
+        "test_a_mixed_batch_is_its_rows_alone": ["ahead", "tight", "two_ranks"],
+        "test_a_thousand_schemas": [],
+    },
+}
+
+
+def _values(item: pytest.Item) -> frozenset[tuple[str, int]]:
+    """The values of the decorators and fixtures that make this cell, by their identity."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return frozenset()
+    left, values = set(callspec.params), set()
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        names = [each.strip() for each in names.split(",")] if isinstance(names, str) else names
+        values |= {(str(names), hash(tuple(id(callspec.params[name]) for name in names)))}
+        left -= set(names)
+    return frozenset(values | {(name, id(callspec.params[name])) for name in left})
+
+
+def _cover(cells: list[pytest.Item]) -> set[pytest.Item]:
+    """Cells that together have every value; each is the first of those with the most new values."""
+    values = {cell: _values(cell) for cell in cells}
+    if len(values[cells[0]]) < 2:
+        return set(cells)
+    seen: set[tuple[str, int]] = set()
+    chosen: set[pytest.Item] = set()
+    while best := max(cells, key=lambda cell: len(values[cell] - seen)):
+        if not values[best] - seen:
+            return chosen
+        chosen.add(best)
+        seen |= values[best]
+    raise AssertionError
+
+
+def left_to_full(items: Iterable[pytest.Item], whole: bool) -> list[pytest.Item]:
+    """Those of the collected `items` that only `-m full` runs.
+
+    whole: all tests of each file are among them; then an id that no cell has is a UsageError.
+    """
+    tests: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not any(item.iter_markers("full")):
+            file = item.nodeid.split("::")[0].removeprefix("tests/")
+            tests[file, getattr(item, "originalname", item.name)].append(item)
+    left = []
+    for (file, name), cells in tests.items():
+        stay = STAY.get(file, {}).get(name)
+        if stay is None:
+            kept = _cover(cells)
+            left += [cell for cell in cells if cell not in kept]
+            continue
+        ids = {cell: cell.name.removeprefix(name).removeprefix("[").removesuffix("]") for cell in cells}
+        if whole and (unknown := set(stay) - set(ids.values())):
+            raise pytest.UsageError(f"tests/full_cells.py: {file}::{name} has no cell {sorted(unknown)}")
+        left += [cell for cell in cells if ids[cell] not in stay]
+    return left
