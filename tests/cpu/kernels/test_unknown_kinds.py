@@ -11,6 +11,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
+import inside_kinds
 import pytest
 import torch
 from moe_cases import Sizes, make_experts
@@ -18,13 +19,10 @@ from tensors import BF16, F16, F32, FP8, randn
 from tiny_models import write_tiny_model
 
 from nanovllm import isa
-from nanovllm.attention import rotary
 from nanovllm.attention.base import cache_dtype
 from nanovllm.attention.rotary import RopeConfig, attention_factor, rope_table
 from nanovllm.batch import EMPTY_BATCH
-from nanovllm.kernels import activation
 from nanovllm.kernels.activation import Activation, silu_and_mul_reference, silu_and_mul_triton
-from nanovllm.kernels.all_reduce import _bits
 from nanovllm.kernels.attention_reference import (
     paged_decode_attention_reference,
     paged_prefill_attention_reference,
@@ -35,17 +33,17 @@ from nanovllm.kernels.cpu.matmul import packed_shape
 from nanovllm.kernels.decode_attention import paged_decode_attention_triton
 from nanovllm.kernels.expert_gemv import expert_gemv_triton
 from nanovllm.kernels.expert_tiles import Chosen, ExpertMLP, tiles_reference
+from nanovllm.kernels.experts_reference import experts_reference
 from nanovllm.kernels.fp8 import Fp8Rows
 from nanovllm.kernels.fp8_grouped import Fp8Experts
 from nanovllm.kernels.fp8_matmul import Fp8Weight
-from nanovllm.kernels.grouped_matmul import choose_experts, experts_reference, experts_triton
+from nanovllm.kernels.grouped_matmul import choose_experts, experts_triton
 from nanovllm.kernels.int4_layout import Int4Experts, Int4Weight, dequantise_reference, pack_scales
 from nanovllm.kernels.int4_values import first_scale, triton_dtype
 from nanovllm.kernels.kinds import Kinds
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
 from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store_reference, qk_norm_rope_store_triton
-from nanovllm.layers.weights import _check_kind
 from nanovllm.models.decoder import Attention, Build
 from nanovllm.models.registry import load_model_config
 from nanovllm.quantization.base import WeightShard
@@ -64,8 +62,7 @@ interpreted = pytest.mark.skipif(not INTERPRET, reason="kernels are compiled her
 def new_member(kinds: type[E]) -> E:
     """A member of an enum that no table has."""
     made = object.__new__(kinds)
-    made._name_, made._value_ = "NEW", "new"
-    return made
+    return inside_kinds.named(made, "NEW", "new")
 
 
 def refused(call: Callable[[], object], name: str = "NEW|new") -> None:
@@ -97,8 +94,8 @@ def test_an_activation_without_a_function_is_refused() -> None:
 def mlp(monkeypatch: pytest.MonkeyPatch) -> ExpertMLP:
     """One with an activation that has a name and a number, but no function anywhere."""
     new = new_member(Activation)
-    monkeypatch.setitem(activation._KIND_OF, new, "new")
-    monkeypatch.setitem(activation._KINDS, "new", 4)
+    monkeypatch.setitem(inside_kinds.KIND_OF, new, "new")
+    monkeypatch.setitem(inside_kinds.ACTIVATION_KINDS, "new", 4)
     return ExpertMLP(new)
 
 
@@ -134,7 +131,7 @@ def test_triton_kernels_refuse_a_new_activation(mlp: ExpertMLP) -> None:
 
 
 def test_a_new_rope_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rotary._REQUIRED_KEYS, "new", ())
+    monkeypatch.setitem(inside_kinds.REQUIRED_KEYS, "new", ())
     refused(lambda: RopeConfig.from_dict({"rope_type": "new"}, 10000.0, 64))
     config = RopeConfig("new", original_max_position=64)
     for call in (
@@ -146,7 +143,7 @@ def test_a_new_rope_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_known_rope_types_have_all() -> None:
-    for kind in rotary._REQUIRED_KEYS:
+    for kind in inside_kinds.REQUIRED_KEYS:
         factors = (1.0,) * 8
         config = RopeConfig(kind, original_max_position=64, short_factor=factors, long_factor=factors)
         assert config.max_position(64) == 64 and attention_factor(config) > 0
@@ -237,22 +234,22 @@ def test_kernels_for_cpus_refuse_a_new_dtype() -> None:
 
 @needs_cpu_kernels
 def test_a_new_instruction_set_is_refused() -> None:
-    from nanovllm.kernels.cpu import attention_tiles, emitting, int_vectors, native, tiles
+    from nanovllm.kernels.cpu import emitting, tiles
 
-    tables: list[dict[str, Any]] = [int_vectors._MOST_ROWS, int_vectors._DOTS, native._TARGETS]
+    tables = inside_kinds.cpu_tables()
     with isa.compiling_for("new"):
         refused(tiles.most_rows)
         refused(lambda: tiles.groups_of(1))
-        refused(attention_tiles._accumulators)
+        refused(inside_kinds.accumulators)
         refused(emitting.converts_halves)
-        refused(lambda: int_vectors._pairs(None, None, None))
-        refused(lambda: int_vectors._byte_pairs(None, None, None))
+        refused(lambda: inside_kinds.pairs(None, None, None))
+        refused(lambda: inside_kinds.byte_pairs(None, None, None))
     for table in tables:
         assert table.keys() == isa.NEEDS.keys()
 
 
 def test_rows_of_another_size_are_not_sent() -> None:
-    refused(lambda: _bits(torch.ones(2, dtype=torch.int8)), "int8")
+    refused(lambda: inside_kinds.bits(torch.ones(2, dtype=torch.int8)), "int8")
 
 
 # -- quantised weights --------------------------------------------------------------------------------------
@@ -267,7 +264,7 @@ def test_a_new_way_to_store_fp8_is_refused() -> None:
         lambda: new.scales(shard),
         lambda: quantise_weight(torch.ones(256, 256), new),
         lambda: part.load("weight", torch.ones(256, 256), torch.device("cpu")),
-        lambda: part._scales_of_rows(torch.ones(256, 1), 0, range(256)),
+        lambda: inside_kinds.scales_of_rows(part, torch.ones(256, 1), 0, range(256)),
     ):
         refused(call)
     known = Part(shard, Stored.ROWS, lambda rows, first: None)
@@ -323,9 +320,9 @@ def test_a_new_tensor_of_4_bits_is_refused() -> None:
     new, weight = cast(Any, "new"), WeightShard.whole("weight", (32, 128))
     shard = Int4Shard("new", None, (32, 1), 0, 0, 32, 0, role=new, weight=weight)
     refused(lambda: shard.wrong_value(torch.ones(1)))
-    refused(lambda: awq(128, True)._shard(weight, new, "new", (32, 1)))
+    refused(lambda: inside_kinds.shard(awq(128, True), weight, new, "new", (32, 1)))
     method = Int4LinearMethod(awq(128, True))
-    method.format, method._waiting, method.device = awq(128, True), {}, torch.device("cpu")
+    inside_kinds.waits_for_shards(method, awq(128, True))
     refused(lambda: method.load(shard, torch.ones(32, 1)))
 
 
@@ -336,7 +333,7 @@ def test_a_new_format_of_integers_is_refused() -> None:
 
 def test_a_new_kind_of_weight_is_refused() -> None:
     new = cast(Any, "new")
-    refused(lambda: _check_kind("model.x", new, UnquantizedLinearMethod))
+    refused(lambda: inside_kinds.check_kind("model.x", new, UnquantizedLinearMethod))
     refused(lambda: IntegerConfig("int4", "Q4_0").method("model.x", new))
 
 

@@ -1,0 +1,61 @@
+"""What tests of unknown kinds read behind the public names of the package; inside.py does for all others."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+
+from nanovllm.attention import rotary
+from nanovllm.kernels import activation, all_reduce
+from nanovllm.layers import weights
+from nanovllm.quantization.fp8_loading import Part
+from nanovllm.quantization.int4 import Int4LinearMethod
+
+E = TypeVar("E", bound=Enum)
+REQUIRED_KEYS = rotary._REQUIRED_KEYS
+KIND_OF, ACTIVATION_KINDS = activation._KIND_OF, activation._KINDS
+bits, check_kind = all_reduce._bits, weights._check_kind
+
+
+def named(member: E, name: str, value: str) -> E:
+    member._name_, member._value_ = name, value
+    return member
+
+
+def cpu_tables() -> list[dict[str, Any]]:
+    """The tables of kernels for CPUs with an entry for each level of instructions."""
+    from nanovllm.kernels.cpu import int_vectors, native
+
+    return [int_vectors._MOST_ROWS, int_vectors._DOTS, native._TARGETS]
+
+
+def accumulators() -> Any:
+    from nanovllm.kernels.cpu import attention_tiles
+
+    return attention_tiles._accumulators()
+
+
+def pairs(*values: Any) -> Any:
+    from nanovllm.kernels.cpu import int_vectors
+
+    return int_vectors._pairs(*values)
+
+
+def byte_pairs(*values: Any) -> Any:
+    from nanovllm.kernels.cpu import int_vectors
+
+    return int_vectors._byte_pairs(*values)
+
+
+def scales_of_rows(part: Part, *values: Any) -> Any:
+    return part._scales_of_rows(*values)
+
+
+def shard(format: Any, *values: Any) -> Any:
+    return format._shard(*values)
+
+
+def waits_for_shards(method: Int4LinearMethod, format: Any) -> None:
+    method.format, method._waiting, method.device = format, {}, torch.device("cpu")
