@@ -50,7 +50,9 @@ def test_recommended_parameters_are_the_default(model: Path) -> None:
         ]
         assert max(len(out["token_ids"]) for out in found) == 7
         llm.add_request([5])
-        assert inside.scheduler(llm).waiting[0].params == expected
+        llm.step()
+        [request] = inside.scheduler_state(inside.scheduler(llm)).unfinished.values()
+        assert request.params == expected
         assert llm.model_config.eos_token_ids == (1, 9)
 
 

@@ -101,7 +101,7 @@ def values(folder: Path, tp: TPGroup, products: bool) -> tuple[list[torch.Tensor
             for each in (method.gate_up, method.down)
         ]
     else:
-        stacks = [method.dense.gate_up, method.dense.down]
+        stacks = list(method.dense.dense())
     gate_up, down = stacks
     assert not down[:, :, width:].any()
     return [each[:, :width] for each in gate_up.chunk(2, 1)], down[:, :, :width]
