@@ -42,6 +42,61 @@ ALWAYS_COMPILE = {
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.stat().st_size)
 
+# What every prompt passes through. Everything else is a door, and the core shall import none. `tools/way.py`
+# measures both. The three numbers only fall.
+CORE = (
+    {
+        "",
+        "__main__",
+        "batch",
+        "checks",
+        "config",
+        "device",
+        "engine_args",
+        "errors",
+        "inputs",
+        "lifecycle",
+        "llm",
+    }
+    | {"metrics", "outputs", "sampling_params", "side_files"}
+    | {f"engine.{name}" for name in ("core", "executor", "llm_engine", "metrics", "progress", "requests")}
+    | {"engine.startup", "engine.stats"}
+    | {
+        f"plan.{name}"
+        for name in ("block_manager", "columns", "pool", "prefix_tree", "room", "scheduler", "sequence")
+    }
+    | {
+        f"runner.{name}"
+        for name in ("cuda_graph", "ending", "inputs", "memory", "model_runner", "shared_prefixes")
+    }
+    | {
+        f"models.{name}"
+        for name in ("checkpoint", "config", "decoder", "hf_config", "registry", "spellings", "weights")
+    }
+    | {f"layers.{name}" for name in ("heads_norm", "linear", "stream", "weights")}
+    | {"attention.backends", "attention.base", "attention.rotary"}
+    | {f"quantization.{name}" for name in ("base", "names", "registry", "unquantized")}
+    | {
+        f"text.{name}"
+        for name in ("chat", "detokenizer", "ends", "processor", "prompts", "token_ids", "tokenizer")
+    }
+    | {
+        f"kernels.{name}"
+        for name in ("activation", "attention_reference", "compat", "copy_cells", "decode_attention")
+    }
+    | {
+        f"kernels.{name}"
+        for name in ("filters", "gemv", "kinds", "last_tokens", "logits", "matmul", "merge_chunks")
+    }
+    | {
+        f"kernels.{name}"
+        for name in ("paged", "prefill_attention", "random_bits", "rms_norm", "rotary", "sampling")
+    }
+    | {"kernels"}
+)
+CORE_FILES, CORE_LINES = 61, 13_761  # without kernels
+CORE_IMPORTS_OF_DOORS = 93
+
 
 def module_of(path: Path) -> str:
     parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -104,6 +159,30 @@ def test_imports(path: Path) -> None:
         assert floor_of(target) < floor, f"{module} (floor {floor}) imports {name}, which is not below it"
         if target in WINGS:
             assert floor >= floor_of("engine"), f"{module} imports {name} out of a wing"
+
+
+def is_core(path: Path) -> bool:
+    return module_of(path) in CORE
+
+
+def core_imports_of_doors() -> set[tuple[str, str]]:
+    """(module of the core, door that it imports): the core runs without any door."""
+    found = set()
+    for path in FILES:
+        if is_core(path):
+            names = {name for _, name in imports(ast.parse(path.read_text())) if name.startswith("nanovllm")}
+            targets = {name.removeprefix("nanovllm").removeprefix(".") for name in names}
+            found |= {(module_of(path), target) for target in targets - CORE - {"demo_model"}}
+    return found
+
+
+def test_the_core_has_a_budget() -> None:
+    """The core's files and lines, without kernels, and its imports of doors only fall."""
+    core = [path for path in FILES if is_core(path) and "kernels" not in path.parts]
+    assert {module_of(path) for path in core} == {name for name in CORE if not name.startswith("kernels")}
+    assert len(core) <= CORE_FILES
+    assert sum(len(path.read_text().splitlines()) for path in core) <= CORE_LINES
+    assert len(core_imports_of_doors()) <= CORE_IMPORTS_OF_DOORS, core_imports_of_doors()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path) or "nanovllm")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import fields
 from io import StringIO
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -22,7 +21,7 @@ import torch
 from test_architecture import FLOORS
 from tiny_models import write_tiny_model
 
-from nanovllm import LLM, demo_model_path, isa, structured_outputs
+from nanovllm import LLM, demo_model_path, structured_outputs
 from nanovllm.checks import MAX_TEXTS
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, SPARE_BYTES, Device
@@ -50,6 +49,7 @@ from nanovllm.vllm_arguments import (
     PROMPT,
     SAMPLING,
 )
+from tools.way import Way, code_lines, measures, star_calls, walk
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"
@@ -158,34 +158,42 @@ def test_names_of_the_code_exist_in_the_design() -> None:
             assert set(name.split(".")) <= words, name
 
 
-def test_the_walk_through_the_code_is_that_of_a_prompt() -> None:
+@pytest.fixture(scope="module")
+def way() -> Way:
+    return walk()
+
+
+def test_the_walk_through_the_code_is_that_of_a_prompt(way: Way) -> None:
     """Each file once, in the order in which `generate` meets it. Of kernels only whether they
     exist, as a GPU runs others than a CPU."""
     text = section((ROOT / "docs/design.md").read_text(), "A walk through the code")
     named = re.findall(r"^- `([\w/]+\.py)` .*\.$", text, re.M)
     assert named == re.findall(r"^- .*?`([\w/]+\.py)`", text, re.M), "a line is `file.py` and a sentence"
     assert len(set(named)) == len(named) and all((PACKAGE / name).exists() for name in named)
-    met: dict[str, None] = {}
-
-    def watch(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and (path := Path(frame.f_code.co_filename)).is_relative_to(PACKAGE):
-            met[str(path.relative_to(PACKAGE))] = None
-
-    params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=8)
-    options = {"device": "cpu", "max_model_len": 128}
-    with isa.compiling_for("torch"), LLM(str(demo_model_path()), **options) as llm:
-        llm.generate("1 + 1 =", params, use_tqdm=False)  # what runs only once is not on the way
-        before = sys.getprofile()
-        sys.setprofile(watch)
-        try:
-            llm.generate("12 + 3 =", params, use_tqdm=False)
-        finally:
-            sys.setprofile(before)
     kernels = [name for name in named if name.startswith("kernels/")]
     assert {"kernels/prefill_attention.py", "kernels/decode_attention.py"} <= set(kernels)
+    met = [path.relative_to(PACKAGE) for path in way.met]
     assert [name for name in named if name not in kernels] == [
-        name for name in met if not name.startswith("kernels/")
+        str(path) for path in met if "kernels" not in path.parts
     ]
+
+
+def test_the_afternoon_of_the_readme_is_that_of_a_prompt(way: Way) -> None:
+    """README counts the files and the lines, to the nearest hundred, that a reader opens."""
+    found = re.search(r"(\d+) files\s+of\s+([\d,]+)\s+lines", (ROOT / "README.md").read_text())
+    assert found is not None
+    measured = measures(way)
+    assert int(found[1]) == measured["the way: files"]
+    assert abs(int(found[2].replace(",", "")) - measured["the way: lines"]) <= 100
+
+
+def test_code_is_what_is_no_comment() -> None:
+    text = (
+        '"""Doc."""\n\nimport os  # here\n\n\ndef f():\n    """Doc."""\n    # why\n    return (\n        1\n'
+    )
+    text += "    )\n"
+    assert code_lines(text) == {3, 6, 9, 10, 11}
+    assert star_calls(ast.parse("f(*a, **b); f(*g()); f(**{}); f(x)")) == (1, 1)
 
 
 def test_the_floors_of_the_design_are_those_that_are_checked() -> None:
