@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine_args import EngineArgs, FlexibleArgumentParser
 from nanovllm.errors import EngineClosedError, KVCacheMemoryError, ModelLoadError, NanoVLLMError, WorkerError
+from nanovllm.extras.pooling_params import PoolingParams
+from nanovllm.extras.structured_outputs import StructuredOutputsParams
 from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.metrics import Counter, Gauge, Histogram, Metric, Vector
 from nanovllm.outputs import (
@@ -23,10 +25,8 @@ from nanovllm.outputs import (
     RequestOutput,
     ScoreOutput,
 )
-from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from nanovllm.structured_outputs import StructuredOutputsParams
-from nanovllm.vllm_arguments import missing_in
+from nanovllm.vllm.arguments import missing_in
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM

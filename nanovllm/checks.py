@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.structured_outputs import show
+from nanovllm.extras.structured_outputs import show
 
 MAX_TEXTS = {"stop": 1000, "bad_words": 5000}  # strings
 MAX_CHARS = {"stop": 2**16, "bad_words": 2**18}  # of all strings together

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.extras.structured_outputs import check_bool
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured_outputs import check_bool
-from nanovllm.vllm_arguments import ENGINE, refuse_absent, without_effect
+from nanovllm.vllm.arguments import ENGINE, refuse_absent, without_effect
 
 logger = logging.getLogger("nanovllm")
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import numpy as np
 import torch
 
-from nanovllm import isa
+from nanovllm.cpu import isa
 
 CPU_KV_CACHE_BYTES = 4 * 2**30  # maximum KV cache on a CPU; also at most half of the free memory
 SPARE_BYTES = (

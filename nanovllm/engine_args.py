@@ -1,7 +1,7 @@
 """EngineArgs and FlexibleArgumentParser: vLLM's way from a command line to `LLM(**vars(args))`.
 
 Every option of `LLM` and every argument of vLLM is a field and a flag. Nothing is decided here: `Config` and
-the tables of `vllm_arguments.py` say which values are accepted.
+the tables of `vllm/arguments.py` say which values are accepted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.config import RENAMED, Config
-from nanovllm.vllm_arguments import ENGINE, KnownFields, refuse_absent
+from nanovllm.vllm.arguments import ENGINE, KnownFields, refuse_absent
 
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 _SHORT = {

@@ -11,7 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_arguments import SAMPLING, Absent, elsewhere, nearest, refuse_absent
+from nanovllm.vllm.arguments import SAMPLING, Absent, elsewhere, nearest, refuse_absent
 
 PromptLike: TypeAlias = "str | Iterable[int] | Mapping[str, Any]"
 

@@ -10,20 +10,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.progress import LengthHint, Progress
-from nanovllm.engine.scoring import beam_search, embedding_output, parse_pooling_params, score_output
 from nanovllm.engine.tables import answer_columns, open_table, read_prompts
-from nanovllm.engine.vllm_calls import VLLMCalls
 from nanovllm.errors import BadRow, EngineClosedError, raise_first
+from nanovllm.extras.pooling_params import PoolingParams
+from nanovllm.extras.scoring import beam_search, embedding_output, parse_pooling_params, score_output
 from nanovllm.inputs import OtherNames, PromptLike, check_on_error, given_prompts, refuse_others
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, RequestOutput, ScoreOutput
-from nanovllm.pooling_params import PoolingParams
-from nanovllm.replicas.replicas import Replicas
+from nanovllm.parallel.replicas.replicas import Replicas
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.chat import Conversation
 from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, Request, parse_prompts, show
 from nanovllm.text.tokenizer import Pair, encode_continuations, parse_continuations, parse_pairs
-from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, GENERATE
+from nanovllm.vllm.arguments import BEAM_SEARCH, CHAT, EMBED, GENERATE
+from nanovllm.vllm.calls import VLLMCalls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,9 +13,9 @@ import numpy as np
 
 from nanovllm.batch import PENALTIES, SAMPLING_PARAMETERS
 from nanovllm.checks import check_float, check_int, check_texts, check_token_ids, wrong
-from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
-from nanovllm.structured_outputs import check_bool, show
-from nanovllm.vllm_arguments import BEAMS, SAMPLING, KnownFields, missing_in, nearest, refuse_absent
+from nanovllm.extras.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+from nanovllm.extras.structured_outputs import check_bool, show
+from nanovllm.vllm.arguments import BEAMS, SAMPLING, KnownFields, missing_in, nearest, refuse_absent
 
 SEED_LIMIT = 2**63
 MAX_N = 16_384  # vLLM's

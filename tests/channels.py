@@ -13,7 +13,7 @@ from pathlib import Path
 
 import inside
 
-from nanovllm.workers.channel import Channel, ChannelReader
+from nanovllm.parallel.channel import Channel, ChannelReader
 
 SHM = Path("/dev/shm")
 SECONDS = 60  # far more than anything here takes

@@ -14,13 +14,13 @@ from invariants import check_scheduler
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.device import Device
-from nanovllm.distributed.group import TPGroup
 from nanovllm.engine import core
 from nanovllm.engine.executor import Stepped
 from nanovllm.outputs import RequestOutput
+from nanovllm.parallel.group import TPGroup
+from nanovllm.parallel.worker import RankSetup
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.workers.worker import RankSetup
 
 BLOCK = 8
 

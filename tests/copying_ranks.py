@@ -15,10 +15,10 @@ import pytest
 import torch
 from threads import in_threads
 
-from nanovllm.distributed import peer_memory
-from nanovllm.distributed.peer_memory import PeerCopies
-from nanovllm.kernels import copied_sum
-from nanovllm.kernels.copied_sum import CALLS, Arrival
+from nanovllm.parallel import peer_memory
+from nanovllm.parallel.kernels import copied_sum
+from nanovllm.parallel.kernels.copied_sum import CALLS, Arrival
+from nanovllm.parallel.peer_memory import PeerCopies
 
 
 class RankBuffers:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.kernels.cpu.launch import Address, Kernel
-from nanovllm.kernels.cpu.team import Team, num_threads, team
+from nanovllm.cpu.kernels.launch import Address, Kernel
+from nanovllm.cpu.kernels.team import Team, num_threads, team
 
 TESTS = Path(__file__).parent
 
@@ -28,7 +28,7 @@ def threads(number: int) -> Iterator[Team]:
 
 
 def _make_count() -> Callable[..., None]:
-    from nanovllm.kernels.cpu import vectors as v
+    from nanovllm.cpu.kernels import vectors as v
 
     get_i64, set_i64 = v.get_i64, v.set_i64
 
@@ -40,7 +40,7 @@ def _make_count() -> Callable[..., None]:
 
 
 def _make_copy() -> Callable[..., None]:
-    from nanovllm.kernels.cpu import vectors as v
+    from nanovllm.cpu.kernels import vectors as v
 
     get_f32, set_f32 = v.get_f32, v.set_f32
 

@@ -14,9 +14,9 @@ import torch
 from checked_llm import CheckedLLM, CheckedSetup
 
 from nanovllm.device import Device
-from nanovllm.distributed.group import TPGroup
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.runner.residency import ResidentModelRunner
+from nanovllm.parallel.group import TPGroup
+from nanovllm.residency.runner import ResidentModelRunner
 
 Digest = dict[str, str]
 

@@ -9,18 +9,9 @@ import torch
 from moe_cases import slots_of
 from tensors import BF16, F32, assert_near, randn
 
-from nanovllm.kernels.activation import silu_and_mul_fp8_reference, silu_and_mul_fp8_triton
-from nanovllm.kernels.fp8 import (
-    FP8,
-    FP8_MAX,
-    GROUP,
-    Fp8Rows,
-    quantise_rows_reference,
-    quantise_rows_triton,
-)
-from nanovllm.kernels.fp8_gemv import fp8_gemv_reference, fp8_gemv_triton
-from nanovllm.kernels.fp8_grouped import Fp8Experts, fp8_experts_reference, fp8_experts_triton
-from nanovllm.kernels.fp8_matmul import (
+from nanovllm.formats.fp8.kernels.gemv import fp8_gemv_reference, fp8_gemv_triton
+from nanovllm.formats.fp8.kernels.grouped import Fp8Experts, fp8_experts_reference, fp8_experts_triton
+from nanovllm.formats.fp8.kernels.matmul import (
     BLOCK_TILES,
     TILES,
     Fp8Weight,
@@ -28,10 +19,19 @@ from nanovllm.kernels.fp8_matmul import (
     fp8_linear_reference,
     fp8_linear_triton,
 )
-from nanovllm.kernels.grouped_matmul import ExpertChoice
+from nanovllm.formats.fp8.kernels.values import (
+    FP8,
+    FP8_MAX,
+    GROUP,
+    Fp8Rows,
+    quantise_rows_reference,
+    quantise_rows_triton,
+)
+from nanovllm.kernels.activation import silu_and_mul_fp8_reference, silu_and_mul_fp8_triton
 from nanovllm.kernels.matmul import Tile
 from nanovllm.kernels.rms_norm import add_rms_norm_fp8_reference, add_rms_norm_fp8_triton
-from nanovllm.kernels.routing import route_triton
+from nanovllm.moe.kernels.grouped_matmul import ExpertChoice
+from nanovllm.moe.kernels.routing import route_triton
 
 
 def make_weight(n: int, k: int, group: int | None, device: str, group_rows: int = GROUP) -> Fp8Weight:

@@ -12,13 +12,13 @@ from tensors import F32
 
 from nanovllm import SamplingParams
 from nanovllm.attention.backends import ReferenceBackend
-from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.fp8 import FP8
+from nanovllm.formats.fp8.kernels.values import FP8
 from nanovllm.layers.weights import allocate
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import load_weights
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions
 from tools.write_fp8 import SCALES
 

@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     import torch
 
     from nanovllm import LLM
-    from nanovllm.distributed.group import TPGroup
-    from nanovllm.distributed.peer_memory import PeerCopies
     from nanovllm.engine.requests import Requests
     from nanovllm.engine.stats import Counters
     from nanovllm.jobs.output import Output
     from nanovllm.models.decoder import DecoderForCausalLM
+    from nanovllm.parallel.channel import Channel
+    from nanovllm.parallel.group import TPGroup
+    from nanovllm.parallel.peer_memory import PeerCopies
+    from nanovllm.parallel.ranks import Ranks
+    from nanovllm.parallel.replicas.pool import Pool
+    from nanovllm.parallel.replicas.router import Router
+    from nanovllm.parallel.watch import Failure, Watch
     from nanovllm.plan.block_manager import BlockManager
     from nanovllm.plan.scheduler import Scheduler
-    from nanovllm.replicas.pool import Pool
-    from nanovllm.replicas.router import Router
+    from nanovllm.residency.runner import ResidentModelRunner
     from nanovllm.runner.cuda_graph import CUDAGraphs
     from nanovllm.runner.inputs import Staging
-    from nanovllm.runner.residency import ResidentModelRunner
     from nanovllm.text.detokenizer import Detokenizer
     from nanovllm.text.processor import Processor
-    from nanovllm.workers.channel import Channel
-    from nanovllm.workers.ranks import Ranks
-    from nanovllm.workers.watch import Failure, Watch
 
 
 # -- one engine ---------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def semaphores(channel: Channel) -> list[Any]:
 
 def encode_call(method: str, args: tuple[Any, ...]) -> Any:
     """The bytes of a call in a channel."""
-    from nanovllm.workers import channel
+    from nanovllm.parallel import channel
 
     return channel._encode(method, args)
 

@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 import torch
 
 from nanovllm.attention import rotary
-from nanovllm.kernels import activation, all_reduce
+from nanovllm.formats.fp8.loading import Part
+from nanovllm.formats.int4.method import Int4LinearMethod
+from nanovllm.kernels import activation
 from nanovllm.layers import weights
-from nanovllm.quantization.fp8_loading import Part
-from nanovllm.quantization.int4 import Int4LinearMethod
+from nanovllm.parallel.kernels import all_reduce
 
 E = TypeVar("E", bound=Enum)
 REQUIRED_KEYS = rotary._REQUIRED_KEYS
@@ -26,25 +27,25 @@ def named(member: E, name: str, value: str) -> E:
 
 def cpu_tables() -> list[dict[str, Any]]:
     """The tables of kernels for CPUs with an entry for each level of instructions."""
-    from nanovllm.kernels.cpu import int_vectors, native
+    from nanovllm.cpu.kernels import int_vectors, native
 
     return [int_vectors._MOST_ROWS, int_vectors._DOTS, native._TARGETS]
 
 
 def accumulators() -> Any:
-    from nanovllm.kernels.cpu import attention_tiles
+    from nanovllm.cpu.kernels import attention_tiles
 
     return attention_tiles._accumulators()
 
 
 def pairs(*values: Any) -> Any:
-    from nanovllm.kernels.cpu import int_vectors
+    from nanovllm.cpu.kernels import int_vectors
 
     return int_vectors._pairs(*values)
 
 
 def byte_pairs(*values: Any) -> Any:
-    from nanovllm.kernels.cpu import int_vectors
+    from nanovllm.cpu.kernels import int_vectors
 
     return int_vectors._byte_pairs(*values)
 

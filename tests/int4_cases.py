@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tensors import F16, assert_near, randn
 
-from nanovllm.kernels.int4_layout import (
+from nanovllm.formats.int4.kernels.layout import (
     BLOCK,
     MXFP4,
     Int4Weight,
@@ -16,9 +16,9 @@ from nanovllm.kernels.int4_layout import (
     unpack_codes,
     unpack_scales,
 )
-from nanovllm.kernels.int4_matmul import Int4Tile, int4_linear_reference, int4_linear_triton
-from nanovllm.kernels.int4_values import dequantise_triton
-from nanovllm.kernels.mxfp4 import dequantise_mxfp4
+from nanovllm.formats.int4.kernels.matmul import Int4Tile, int4_linear_reference, int4_linear_triton
+from nanovllm.formats.int4.kernels.values import dequantise_triton
+from nanovllm.formats.mxfp4.kernels.values import dequantise_mxfp4
 
 
 def make_weight(

@@ -10,17 +10,17 @@ from int4_cases import make_weight
 from moe_cases import Sizes, exact_experts, make_mlp, slots_of
 from tensors import assert_near, randn
 
-from nanovllm.kernels.expert_tiles import Chosen
-from nanovllm.kernels.experts_reference import experts_reference
-from nanovllm.kernels.grouped_matmul import (
+from nanovllm.formats.int4.kernels.experts import Int4GemvChoice, int4_expert_gemv_triton
+from nanovllm.formats.int4.kernels.layout import Int4Experts
+from nanovllm.moe.kernels.grouped_matmul import (
     ExpertChoice,
     experts_triton,
     fitted,
     grouped_triton,
 )
-from nanovllm.kernels.int4_experts import Int4GemvChoice, int4_expert_gemv_triton
-from nanovllm.kernels.int4_layout import Int4Experts
-from nanovllm.kernels.routing import route_triton
+from nanovllm.moe.kernels.reference import experts_reference
+from nanovllm.moe.kernels.routing import route_triton
+from nanovllm.moe.kernels.tiles import Chosen
 
 
 def make_stack(

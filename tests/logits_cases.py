@@ -13,7 +13,8 @@ import torch
 from tensors import F32, randn
 from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor
 
-from nanovllm.kernels import logprobs
+from nanovllm.extras.kernels import logprobs
+from nanovllm.extras.kernels.logprobs import TokenLogprobTensors, token_logprobs
 from nanovllm.kernels.logits import (
     IN_PROMPT,
     MAX_COUNT,
@@ -25,7 +26,6 @@ from nanovllm.kernels.logits import (
     process_logits_triton,
     restart_counts,
 )
-from nanovllm.kernels.logprobs import TokenLogprobTensors, token_logprobs
 
 PROCESSORS = (process_logits_triton, process_logits_reference)
 # (repetition, frequency, presence) of rows in turn

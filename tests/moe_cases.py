@@ -11,10 +11,8 @@ import torch
 from tensors import F32, assert_near, randn
 
 from nanovllm.kernels.activation import Activation
-from nanovllm.kernels.expert_gemv import GemvChoice, expert_gemv_triton
-from nanovllm.kernels.expert_tiles import Chosen, ExpertTiles, max_tiles
-from nanovllm.kernels.experts_reference import experts_reference
-from nanovllm.kernels.grouped_matmul import (
+from nanovllm.moe.kernels.gemv import GemvChoice, expert_gemv_triton
+from nanovllm.moe.kernels.grouped_matmul import (
     PLAIN_MLP,
     ExpertChoice,
     ExpertMLP,
@@ -22,7 +20,9 @@ from nanovllm.kernels.grouped_matmul import (
     experts_triton,
     grouped_triton,
 )
-from nanovllm.kernels.routing import route_reference, route_triton
+from nanovllm.moe.kernels.reference import experts_reference
+from nanovllm.moe.kernels.routing import route_reference, route_triton
+from nanovllm.moe.kernels.tiles import Chosen, ExpertTiles, max_tiles
 
 SWAPPED = ExpertChoice(16, ExpertTile(64, 64, 2, swap=True), ExpertTile(64, 32, 3, swap=True))
 PERSISTENT = ExpertChoice(64, ExpertTile(32, 32, 2, 8, False, True), ExpertTile(64, 64, 2, 8, False, True))

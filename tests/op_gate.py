@@ -32,10 +32,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nanovllm import LLM, SamplingParams, isa
+from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
-from nanovllm.distributed.group import TPGroup
+from nanovllm.cpu import isa
 from nanovllm.kernels.compat import triton
+from nanovllm.parallel.group import TPGroup
 from nanovllm.runner import inputs as runner_inputs
 from nanovllm.runner.model_runner import ModelRunner
 

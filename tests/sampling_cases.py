@@ -16,7 +16,6 @@ from tensors import BF16, F32, randn
 
 from nanovllm.batch import FILTERS as FILTER_COLUMNS
 from nanovllm.batch import LAST_SAMPLED, NO_SLOT, NOT_FINITE, rows_of
-from nanovllm.distributed.peer_memory import ExchangedRows
 from nanovllm.kernels import sampling
 from nanovllm.kernels.compat import jit, tl
 from nanovllm.kernels.filters import Filters
@@ -28,6 +27,7 @@ from nanovllm.kernels.last_tokens import (
 )
 from nanovllm.kernels.random_bits import random_pair, random_pair_reference
 from nanovllm.kernels.sampling import sample_reference, sample_triton
+from nanovllm.parallel.peer_memory import ExchangedRows
 
 SAMPLERS = (sample_triton, sample_reference)
 SAMPLE_BLOCK = sampling.BLOCK  # of the vocabulary

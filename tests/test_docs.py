@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import re
@@ -18,14 +17,16 @@ from xml.etree import ElementTree
 import inside
 import pytest
 import torch
-from test_architecture import FLOORS
+from test_architecture import DOORS, FLOORS
 from tiny_models import write_tiny_model
 
-from nanovllm import LLM, demo_model_path, structured_outputs
+from nanovllm import LLM, demo_model_path
 from nanovllm.checks import MAX_TEXTS
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, SPARE_BYTES, Device
 from nanovllm.engine.startup import TABLE_BYTES
+from nanovllm.extras import structured_outputs
+from nanovllm.extras.structured_outputs import MAX_CHARS, MAX_CHOICES
 from nanovllm.jobs import errors as job_errors
 from nanovllm.jobs.job import engine_fields
 from nanovllm.jobs.main import EPILOG, parse_args
@@ -36,9 +37,8 @@ from nanovllm.jobs.sources import MAX_NESTING, MAX_ROW_BYTES
 from nanovllm.models.checkpoint import MAX_DEPTH, MAX_JSON_BYTES, MAX_VOCABULARY_BYTES
 from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import MAX_N, SamplingParams
-from nanovllm.structured_outputs import MAX_CHARS, MAX_CHOICES
 from nanovllm.text.templates import Limits
-from nanovllm.vllm_arguments import (
+from nanovllm.vllm.arguments import (
     BEAM_SEARCH,
     BEAMS,
     CHAT,
@@ -49,7 +49,6 @@ from nanovllm.vllm_arguments import (
     PROMPT,
     SAMPLING,
 )
-from tools.way import Way, code_lines, measures, star_calls, walk
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"
@@ -158,51 +157,13 @@ def test_names_of_the_code_exist_in_the_design() -> None:
             assert set(name.split(".")) <= words, name
 
 
-@pytest.fixture(scope="module")
-def way() -> Way:
-    return walk()
-
-
-def test_the_walk_through_the_code_is_that_of_a_prompt(way: Way) -> None:
-    """Each file once, in the order in which `generate` meets it. Of kernels only whether they
-    exist, as a GPU runs others than a CPU."""
-    text = section((ROOT / "docs/design.md").read_text(), "A walk through the code")
-    named = re.findall(r"^- `([\w/]+\.py)` .*\.$", text, re.M)
-    assert named == re.findall(r"^- .*?`([\w/]+\.py)`", text, re.M), "a line is `file.py` and a sentence"
-    assert len(set(named)) == len(named) and all((PACKAGE / name).exists() for name in named)
-    kernels = [name for name in named if name.startswith("kernels/")]
-    assert {"kernels/prefill_attention.py", "kernels/decode_attention.py"} <= set(kernels)
-    met = [path.relative_to(PACKAGE) for path in way.met]
-    assert [name for name in named if name not in kernels] == [
-        str(path) for path in met if "kernels" not in path.parts
-    ]
-
-
-def test_the_afternoon_of_the_readme_is_that_of_a_prompt(way: Way) -> None:
-    """README counts the files and the lines, to the nearest hundred, that a reader opens."""
-    found = re.search(r"(\d+) files\s+of\s+([\d,]+)\s+lines", (ROOT / "README.md").read_text())
-    assert found is not None
-    measured = measures(way)
-    assert int(found[1]) == measured["the way: files"]
-    assert abs(int(found[2].replace(",", "")) - measured["the way: lines"]) <= 100
-
-
-def test_code_is_what_is_no_comment() -> None:
-    text = (
-        '"""Doc."""\n\nimport os  # here\n\n\ndef f():\n    """Doc."""\n    # why\n    return (\n        1\n'
-    )
-    text += "    )\n"
-    assert code_lines(text) == {3, 6, 9, 10, 11}
-    assert star_calls(ast.parse("f(*a, **b); f(*g()); f(**{}); f(x)")) == (1, 1)
-
-
 def test_the_floors_of_the_design_are_those_that_are_checked() -> None:
-    rows = re.findall(
-        r"^\| (\d+) \| (.*) \|$", section((ROOT / "docs/design.md").read_text(), "Rooms and floors"), re.M
-    )
+    text = section((ROOT / "docs/design.md").read_text(), "Rooms and floors")
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.M)
     named = [set(re.findall(r"`(\w+)(?:\.py|/)`", cell)) for _, cell in rows]
     assert [int(number) for number, _ in rows] == list(range(1, len(FLOORS)))
     assert named == list(FLOORS[:-1])  # the last one is nanovllm/__init__.py
+    assert set(re.findall(r"^\| `(\w+)/` \|", text, re.M)) == DOORS
 
 
 @pytest.mark.parametrize("path", [*DOCS[1:], *(ROOT / "docs/log").glob("*.md")], ids=lambda path: path.name)

@@ -18,11 +18,11 @@ from functools import partial
 import torch
 
 from nanovllm.device import Device
-from nanovllm.distributed.group import TPGroup
-from nanovllm.distributed.peer_memory import PeerMemorySizes
-from nanovllm.distributed.rendezvous import Rendezvous
-from nanovllm.kernels.all_reduce import EMPTY, all_reduce_add_rms_norm_triton, all_reduce_triton
 from nanovllm.kernels.rms_norm import add_rms_norm
+from nanovllm.parallel.group import TPGroup
+from nanovllm.parallel.kernels.all_reduce import EMPTY, all_reduce_add_rms_norm_triton, all_reduce_triton
+from nanovllm.parallel.peer_memory import PeerMemorySizes
+from nanovllm.parallel.rendezvous import Rendezvous
 
 ROWS = (1, 8, 32, 64, 128, 192, 256, 512)
 CALLS = 40  # in one graph

@@ -20,7 +20,7 @@ from time import perf_counter_ns, sleep
 import numpy as np
 
 from nanovllm.batch import LAST_SAMPLED, Batch, StepKind, greedy
-from nanovllm.workers.channel import Channel, ChannelReader
+from nanovllm.parallel.channel import Channel, ChannelReader
 
 WARM_UP = 50
 

@@ -23,10 +23,8 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from nanovllm.kernels.expert_gemv import GemvChoice, expert_gemv_triton
-from nanovllm.kernels.expert_tiles import ExpertTiles
-from nanovllm.kernels.experts_reference import experts_reference
-from nanovllm.kernels.grouped_matmul import (
+from nanovllm.moe.kernels.gemv import GemvChoice, expert_gemv_triton
+from nanovllm.moe.kernels.grouped_matmul import (
     ExpertChoice,
     ExpertTile,
     choose_experts,
@@ -35,7 +33,9 @@ from nanovllm.kernels.grouped_matmul import (
     grouped_triton,
     sum_experts_triton,
 )
-from nanovllm.kernels.routing import route_reference, route_triton
+from nanovllm.moe.kernels.reference import experts_reference
+from nanovllm.moe.kernels.routing import route_reference, route_triton
+from nanovllm.moe.kernels.tiles import ExpertTiles
 
 BYTES_PER_S = 3.13e12  # that an H100 reads
 WORKERS = 12  # processes that compile

@@ -18,18 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.kernels import activation, fp8_gemv
-from nanovllm.kernels.activation import Activation, silu_and_mul_fp8_triton
-from nanovllm.kernels.compat import in_graph
-from nanovllm.kernels.fp8 import (
-    FP8,
-    GROUP,
-    Fp8Rows,
-    quantise_rows_reference,
-    quantise_rows_triton,
-)
-from nanovllm.kernels.fp8_grouped import Fp8Experts, fp8_experts_reference, fp8_experts_triton
-from nanovllm.kernels.fp8_matmul import (
+from nanovllm.formats.fp8.kernels import gemv as fp8_gemv
+from nanovllm.formats.fp8.kernels.grouped import Fp8Experts, fp8_experts_reference, fp8_experts_triton
+from nanovllm.formats.fp8.kernels.matmul import (
     BLOCK_TILES,
     TILES,
     Fp8Weight,
@@ -38,12 +29,22 @@ from nanovllm.kernels.fp8_matmul import (
     fp8_linear_reference,
     fp8_linear_triton,
 )
-from nanovllm.kernels.grouped_matmul import choose_experts, experts_triton
+from nanovllm.formats.fp8.kernels.values import (
+    FP8,
+    GROUP,
+    Fp8Rows,
+    quantise_rows_reference,
+    quantise_rows_triton,
+)
+from nanovllm.formats.fp8.loading import Stored
+from nanovllm.formats.fp8.method import Fp8LinearMethod
+from nanovllm.kernels import activation
+from nanovllm.kernels.activation import Activation, silu_and_mul_fp8_triton
+from nanovllm.kernels.compat import in_graph
 from nanovllm.kernels.rms_norm import add_rms_norm_fp8_triton
-from nanovllm.kernels.routing import route_triton
+from nanovllm.moe.kernels.grouped_matmul import choose_experts, experts_triton
+from nanovllm.moe.kernels.routing import route_triton
 from nanovllm.quantization.base import Gated, LinearMethod, Normed, Product, WeightOptions
-from nanovllm.quantization.fp8 import Fp8LinearMethod
-from nanovllm.quantization.fp8_loading import Stored
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 
 GPU = torch.device("cuda", 0)

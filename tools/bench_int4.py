@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.compat import in_graph, multiprocessors
-from nanovllm.kernels.int4_layout import Int4Weight, dequantise_reference, pack_codes, pack_scales
-from nanovllm.kernels.int4_matmul import (
+from nanovllm.formats.int4.kernels.layout import Int4Weight, dequantise_reference, pack_codes, pack_scales
+from nanovllm.formats.int4.kernels.matmul import (
     Int4Tile,
     choose_int4_tile,
     int4_linear_reference,
     int4_linear_triton,
 )
-from nanovllm.kernels.int4_values import dequantise
+from nanovllm.formats.int4.kernels.values import dequantise
+from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.compat import in_graph, multiprocessors
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 
 SHAPES = {  # name: outputs, inputs, whether SiLU follows

@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.kernels.expert_tiles import ExpertTiles
-from nanovllm.kernels.grouped_matmul import (
+from nanovllm.formats.int4.kernels.experts import choose_int4_experts, fitted_int4, int4_expert_gemv_triton
+from nanovllm.formats.int4.kernels.layout import BLOCK, MXFP4, Int4Experts
+from nanovllm.moe.kernels.grouped_matmul import (
     ExpertChoice,
     ExpertTile,
     choose_experts,
     experts_triton,
     grouped_triton,
 )
-from nanovllm.kernels.int4_experts import choose_int4_experts, fitted_int4, int4_expert_gemv_triton
-from nanovllm.kernels.int4_layout import BLOCK, MXFP4, Int4Experts
-from nanovllm.kernels.routing import route_triton
+from nanovllm.moe.kernels.routing import route_triton
+from nanovllm.moe.kernels.tiles import ExpertTiles
 from tools.bench_experts import A3B, WORKERS, Shape, attempt, seconds
 
 GPT_OSS = Shape("gpt-oss", 2880, 2880, 32, 4)

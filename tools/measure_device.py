@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import torch
 
-from nanovllm import isa
+from nanovllm.cpu import isa
 from nanovllm.kernels.compat import HAS_TRITON, cpu_kernel, jit, multiprocessors, tl
 from nanovllm.quantization.unquantized import torch_linear
 

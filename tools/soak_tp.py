@@ -30,9 +30,9 @@ from leftovers import GONE_SECONDS, SHARED_MEMORY, shared_memory, wait_until_not
 
 import nanovllm
 from nanovllm import LLM, SamplingParams, WorkerError
-from nanovllm.workers import ranks
-from nanovllm.workers.watch import Watch
-from nanovllm.workers.worker import RankSetup
+from nanovllm.parallel import ranks
+from nanovllm.parallel.watch import Watch
+from nanovllm.parallel.worker import RankSetup
 
 PROMPTS = [
     "What is 687087 + 67?",

@@ -117,7 +117,8 @@ def _stack(frame: FrameType | None) -> Iterator[tuple[Path, str]]:
 
 def walk() -> Way:
     """Answer one prompt and see which functions it passes."""
-    from nanovllm import LLM, SamplingParams, demo_model_path, isa
+    from nanovllm import LLM, SamplingParams, demo_model_path
+    from nanovllm.cpu import isa
 
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=8)
     watch = Watch()

@@ -22,13 +22,13 @@ from safetensors.torch import save_file
 
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.device import Device
-from nanovllm.distributed.group import TPGroup
+from nanovllm.formats.fp8.loading import Stored, quantise_weight
 from nanovllm.layers.weights import allocate
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config, open_checkpoint
 from nanovllm.models.weights import WeightChecker, unpacked
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions
-from nanovllm.quantization.fp8_loading import Stored, quantise_weight
 
 SCALES = {"channel": Stored.ROWS, "tensor": Stored.TENSOR, "block": Stored.BLOCKS}
 _LINEAR = re.compile(r"(.*\.)?(layers\.\d+\..*|per_layer_model_projection)\.weight")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanovllm.kernels.mxfp4 import dequantise_mxfp4, quantise_mxfp4
+from nanovllm.formats.mxfp4.kernels.values import dequantise_mxfp4, quantise_mxfp4
 
 WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")  # the ends of names
 SKIPPED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]

@@ -23,7 +23,7 @@ from nanovllm.attention.base import (
     AttentionSpec,
     PrefillRanges,
 )
-from nanovllm.attention.cpu import CPUBackend
+from nanovllm.cpu.attention import CPUBackend
 from nanovllm.device import Device
 from nanovllm.kernels.attention_reference import (
     Gathered,

@@ -23,15 +23,15 @@ from nanovllm.errors import KVCacheMemoryError
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.weights import WeightChecker, check_weights, named_pairs
 from nanovllm.outputs import RequestOutput
+from nanovllm.parallel.ranks import start_ranks
+from nanovllm.parallel.worker import RankSetup
 from nanovllm.plan.room import Room, Windows
 from nanovllm.plan.scheduler import Scheduler
+from nanovllm.residency.profile import check_can_profile
+from nanovllm.residency.runner import WEIGHTS, RankView
+from nanovllm.residency.shared_tensors import load_tensors
 from nanovllm.runner.inputs import StepHandle
-from nanovllm.runner.profile import check_can_profile
-from nanovllm.runner.residency import WEIGHTS, RankView
 from nanovllm.text.prompts import Request
-from nanovllm.workers.ranks import start_ranks
-from nanovllm.workers.shared_tensors import load_tensors
-from nanovllm.workers.worker import RankSetup
 
 
 class _LaunchedStep(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from nanovllm.engine.stats import StepStats
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.room import Room
-from nanovllm.runner.residency import RankView
+from nanovllm.residency.runner import RankView
 from nanovllm.text.prompts import Request
 
 

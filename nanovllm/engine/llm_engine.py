@@ -27,7 +27,7 @@ from nanovllm.errors import BadRow, attempt, raise_first
 from nanovllm.inputs import PromptLike
 from nanovllm.lifecycle import Lifecycle, held_interrupts
 from nanovllm.outputs import RequestOutput
-from nanovllm.runner.residency import TAGS, WEIGHTS
+from nanovllm.residency.runner import TAGS, WEIGHTS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import refused_output
 from nanovllm.text.prompts import PromptBatch, Request, parse_prompt, parse_sampling_params

@@ -16,9 +16,9 @@ import xxhash
 
 from nanovllm.batch import Batch, TokenEvents
 from nanovllm.config import Config
+from nanovllm.extras.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed, unlisted
 from nanovllm.plan.sequence import Sequence
-from nanovllm.plan.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule
 from nanovllm.text.detokenizer import LONGEST_CUT, StopStrings
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Request

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanovllm import isa
 from nanovllm.attention.base import cache_dtype
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
+from nanovllm.cpu import isa
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
+from nanovllm.extras.embedding import EmbeddingDefaults, embedding_defaults
 from nanovllm.models.checkpoint import GENERATION_FILE
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.embedding import EmbeddingDefaults, embedding_defaults
 from nanovllm.models.registry import Hub, load_model_config, open_checkpoint, resolve_model_path
 from nanovllm.models.weights import check_weights, find_head
 from nanovllm.quantization.base import ROW_BYTES

@@ -19,9 +19,9 @@ from typing import TypeAlias
 import torch
 import xxhash
 
-from nanovllm import isa
 from nanovllm.attention.backends import BACKENDS
 from nanovllm.config import Config, versions
+from nanovllm.cpu import isa
 from nanovllm.device import Device
 from nanovllm.engine.startup import (
     find_model,

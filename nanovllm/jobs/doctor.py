@@ -12,12 +12,11 @@ from pathlib import Path
 
 import torch
 
-from nanovllm import isa
 from nanovllm.attention.backends import BACKENDS, select
 from nanovllm.attention.base import cache_dtype
 from nanovllm.config import Config
+from nanovllm.cpu import isa
 from nanovllm.device import Device
-from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.startup import (
     find_tokenizer,
     overridden,
@@ -35,6 +34,7 @@ from nanovllm.models.checkpoint import Checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import Hub, open_checkpoint, resolve_model_path
 from nanovllm.models.weights import check_weights, weight_bytes
+from nanovllm.parallel.group import TPGroup
 from nanovllm.runner.memory import check_weights_fit
 
 _GIB = 2**30

@@ -32,7 +32,7 @@ from nanovllm.jobs.params import make_params
 from nanovllm.jobs.runner import WINDOW_ROWS
 from nanovllm.jobs.sources import QUOTINGS
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_arguments import ENGINE, elsewhere
+from nanovllm.vllm.arguments import ENGINE, elsewhere
 
 _MODULES = {"run": "run", "check": "check", "version": "check", "doctor": "doctor"}  # of the commands
 # Python's words in texts about options, and those of a command line.

@@ -16,7 +16,7 @@ from nanovllm.jobs.tasks import RowFormat, Task, conversation, logprob_number, p
 from nanovllm.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import show
-from nanovllm.vllm_arguments import SAMPLING, elsewhere
+from nanovllm.vllm.arguments import SAMPLING, elsewhere
 
 _CHAT, _COMPLETIONS, _EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 _PROMPTS = {_CHAT: "messages", _COMPLETIONS: "prompt", _EMBEDDINGS: "input"}  # by URL: the key of the prompt

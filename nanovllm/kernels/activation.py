@@ -7,8 +7,8 @@ from enum import Enum
 import torch
 import torch.nn.functional as F
 
+from nanovllm.formats.fp8.kernels.values import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
 from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl, wide
-from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
 from nanovllm.kernels.kinds import Kinds, unknown
 
 _BLOCK = 1024  # columns of a program, measured on an H200 (docs/log/2026-11-22-techniques.md)

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from nanovllm import isa
+from nanovllm.cpu import isa
 
 __all__ = ["TensorDescriptor", "tl", "triton"]  # re-exported; all definitions below are public too
 
@@ -78,15 +78,15 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 
 def use_cpu_kernels(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...] = _CPU_DTYPES) -> bool:
-    """Whether an operation on `tensor` runs as a kernel of `kernels/cpu`, which takes these dtypes."""
+    """Whether an operation on `tensor` runs as a kernel of `cpu/kernels`, which takes these dtypes."""
     return tensor.device.type == "cpu" and tensor.dtype in dtypes and isa.has_kernels()
 
 
 @lru_cache
 def cpu_kernel(name: str) -> Callable[..., Any]:
-    """The function "file.function" of `kernels/cpu`, imported on use."""
+    """The function "file.function" of `cpu/kernels`, imported on use."""
     file, _, function = name.partition(".")
-    found: Callable[..., Any] = getattr(import_module(f"nanovllm.kernels.cpu.{file}"), function)
+    found: Callable[..., Any] = getattr(import_module(f"nanovllm.cpu.kernels.{file}"), function)
     return found
 
 
@@ -97,7 +97,7 @@ def by_device(
     dtypes: tuple[torch.dtype, ...] = _CPU_DTYPES,
 ) -> Callable[Concatenate[torch.Tensor, P], T]:
     """An operation: `kernel` if its first argument is on a GPU that Triton supports; on a CPU the function
-    `cpu` of `kernels/cpu`, if there is one, it can run here and takes the dtype; else `reference`."""
+    `cpu` of `cpu/kernels`, if there is one, it can run here and takes the dtype; else `reference`."""
 
     @wraps(kernel)
     def operation(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from nanovllm.formats.fp8.kernels.values import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
 from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, row_warps, tl, wide
-from nanovllm.kernels.fp8 import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
 
 
 @jit()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.weights import WeightLayer
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightShard
 
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.weights import WeightLayer, split_evenly
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import Gated, Kind, Normed, Product, WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import QuantConfig
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionMetadata, StepMetadata
-from nanovllm.distributed.group import TPGroup
-from nanovllm.distributed.peer_memory import PendingSum
 from nanovllm.layers.weights import WeightLayer
+from nanovllm.parallel.group import TPGroup
+from nanovllm.parallel.peer_memory import PendingSum
 from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.unquantized import QuantConfig
 

@@ -14,7 +14,6 @@ from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.rotary import RopeConfig
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.linear import can_split_heads
-from nanovllm.layers.moe import MoESpec
 from nanovllm.models.hf_config import (
     FULL,
     SLIDING,
@@ -28,6 +27,7 @@ from nanovllm.models.hf_config import (
     window_length,
 )
 from nanovllm.models.spellings import NAMES, Ropes, one_form
+from nanovllm.moe.layers import MoESpec
 from nanovllm.quantization.names import FileNames
 from nanovllm.quantization.registry import quant_config
 from nanovllm.quantization.unquantized import QuantConfig

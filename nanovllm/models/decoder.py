@@ -16,7 +16,6 @@ from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, StepMetadata
 from nanovllm.attention.rotary import RopeConfig, rope_table
-from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.copy_cells import copy_cells
 from nanovllm.kernels.kinds import unknown
 from nanovllm.kernels.paged import KVCache
@@ -29,10 +28,11 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from nanovllm.layers.moe import MoE
 from nanovllm.layers.stream import AnyStream, RMSNorm, Step, begin
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
+from nanovllm.moe.layers import MoE
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import QuantConfig
 

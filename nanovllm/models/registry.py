@@ -13,26 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import ModelLoadError
+from nanovllm.families.ernie import ERNIE
+from nanovllm.families.exaone4 import EXAONE4
+from nanovllm.families.gemma import GEMMA2, GEMMA3
+from nanovllm.families.gemma4 import GEMMA4
+from nanovllm.families.glm import GLM, GLM4
+from nanovllm.families.gpt_oss import GPT_OSS
+from nanovllm.families.granite import GRANITE, GRANITE_HYBRID
+from nanovllm.families.llama import LLAMA
+from nanovllm.families.mistral import MISTRAL
+from nanovllm.families.mixtral import MIXTRAL
+from nanovllm.families.olmo import OLMO2, OLMO3
+from nanovllm.families.phi3 import PHI3
+from nanovllm.families.qwen2 import QWEN2
+from nanovllm.families.qwen2_moe import QWEN2_MOE
+from nanovllm.families.qwen3 import QWEN3
+from nanovllm.families.qwen3_moe import QWEN3_MOE
+from nanovllm.families.smollm3 import SMOLLM3
+from nanovllm.formats.gguf.checkpoint import GGUFCheckpoint
 from nanovllm.models.checkpoint import CONFIG_FILE, MODELOPT_FILE, MODULES_FILE, Checkpoint, shortened
 from nanovllm.models.config import ModelConfig, ModelFamily
-from nanovllm.models.ernie import ERNIE
-from nanovllm.models.exaone4 import EXAONE4
-from nanovllm.models.gemma import GEMMA2, GEMMA3
-from nanovllm.models.gemma4 import GEMMA4
-from nanovllm.models.gguf import GGUFCheckpoint
-from nanovllm.models.glm import GLM, GLM4
-from nanovllm.models.gpt_oss import GPT_OSS
-from nanovllm.models.granite import GRANITE, GRANITE_HYBRID
-from nanovllm.models.llama import LLAMA
-from nanovllm.models.mistral import MISTRAL
-from nanovllm.models.mixtral import MIXTRAL
-from nanovllm.models.olmo import OLMO2, OLMO3
-from nanovllm.models.phi3 import PHI3
-from nanovllm.models.qwen2 import QWEN2
-from nanovllm.models.qwen2_moe import QWEN2_MOE
-from nanovllm.models.qwen3 import QWEN3
-from nanovllm.models.qwen3_moe import QWEN3_MOE
-from nanovllm.models.smollm3 import SMOLLM3
 from nanovllm.quantization.registry import supported_quantizations
 
 _FAMILIES: dict[str, ModelFamily] = {

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from nanovllm.attention.backends import ReferenceBackend
-from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ModelLoadError
-from nanovllm.kernels.fp8 import GROUP
+from nanovllm.formats.fp8.kernels.values import GROUP
 from nanovllm.layers.weights import allocate, finish_loading, weight_slots
 from nanovllm.models.checkpoint import CONFIG_FILE, listing, rows_of
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import open_checkpoint
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.names import BARE
 

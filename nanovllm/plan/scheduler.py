@@ -26,11 +26,11 @@ from nanovllm.batch import (
     TokenMasks,
 )
 from nanovllm.config import Config
+from nanovllm.extras.token_rules import RuledRow, restrict_all
 from nanovllm.plan.block_manager import BlockManager
 from nanovllm.plan.columns import SamplingTable, keep_logprobs, num_likeliest, take_prompt_tokens
 from nanovllm.plan.room import Room
 from nanovllm.plan.sequence import Sequence, SequenceStatus
-from nanovllm.plan.token_rules import RuledRow, restrict_all
 
 
 class Scheduler:

@@ -10,7 +10,7 @@ from enum import Enum, auto
 import numpy as np
 
 from nanovllm.batch import NO_SLOT, TokenLogprobs
-from nanovllm.plan.token_rules import Rule
+from nanovllm.extras.token_rules import Rule
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from nanovllm.formats.fp8.kernels.values import Fp8Rows, quantise_rows
 from nanovllm.kernels.activation import Activation, silu_and_mul_fp8
-from nanovllm.kernels.expert_tiles import ExpertMLP
-from nanovllm.kernels.fp8 import Fp8Rows, quantise_rows
 from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8
-from nanovllm.kernels.routing import Routing
+from nanovllm.moe.kernels.routing import Routing
+from nanovllm.moe.kernels.tiles import ExpertMLP
 
 ROW_BYTES = 16  # of which rows of experts are multiples on a GPU, as tensor descriptors need it
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

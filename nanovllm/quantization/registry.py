@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanovllm.quantization.compressed_tensors import CompressedTensorsConfig
-from nanovllm.quantization.cpu_integers import IntegerConfig, StoredConfig
-from nanovllm.quantization.fp8 import Fp8Config
-from nanovllm.quantization.int4_configs import from_awq, from_gptq
-from nanovllm.quantization.mxfp4 import Mxfp4Config
+from nanovllm.cpu.integers import IntegerConfig, StoredConfig
+from nanovllm.formats.compressed_tensors import CompressedTensorsConfig
+from nanovllm.formats.fp8.method import Fp8Config
+from nanovllm.formats.int4.configs import from_awq, from_gptq
+from nanovllm.formats.mxfp4.method import Mxfp4Config
 from nanovllm.quantization.unquantized import QuantConfig
 
 # By the `quant_method` of config.json's quantization_config, which a quantisation is made from.

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm import isa
+from nanovllm.cpu import isa
+from nanovllm.cpu.packed import PackedLinearMethod, can_pack
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear
+from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.quantization.base import (
     ExpertsMethod,
     Gated,
@@ -26,8 +28,6 @@ from nanovllm.quantization.base import (
     WeightShard,
     WeightSource,
 )
-from nanovllm.quantization.cpu_packed import PackedLinearMethod, can_pack
-from nanovllm.quantization.experts import UnquantizedExpertsMethod
 from nanovllm.quantization.names import FileNames, is_cache_scale
 
 # oneDNN's product, a private operator of torch, which calls it for other dtypes and in compiled code. For

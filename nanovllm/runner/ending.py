@@ -24,7 +24,7 @@ from nanovllm.batch import (
     rows_of,
 )
 from nanovllm.device import Device
-from nanovllm.distributed.group import TPGroup
+from nanovllm.extras.kernels.logprobs import TokenLogprobTensors, token_logprobs
 from nanovllm.kernels.last_tokens import keep_tokens
 from nanovllm.kernels.logits import (
     MAX_COUNT,
@@ -34,9 +34,9 @@ from nanovllm.kernels.logits import (
     process_logits,
     restart_counts,
 )
-from nanovllm.kernels.logprobs import TokenLogprobTensors, token_logprobs
 from nanovllm.kernels.sampling import filtered_logits, sample
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.parallel.group import TPGroup
 from nanovllm.runner.inputs import StepInputs, StepTensors, last_rows, wanted_rows
 from nanovllm.sampling_params import call_processor
 

@@ -38,7 +38,7 @@ from nanovllm.batch import (
     prefix_sum,
 )
 from nanovllm.device import Device
-from nanovllm.kernels.logprobs import TokenLogprobTensors
+from nanovllm.extras.kernels.logprobs import TokenLogprobTensors
 
 
 @dataclass(frozen=True, eq=False)

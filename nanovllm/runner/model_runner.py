@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanovllm import isa
 from nanovllm.attention.backends import resolve_block_size, select
 from nanovllm.attention.base import SharedPrefixes, cache_dtype
 from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, StepSize, TokenMasks
 from nanovllm.config import Config
+from nanovllm.cpu import isa
+from nanovllm.cpu.kernels.checking import CHECKED
+from nanovllm.cpu.recorded import RecordedSteps
 from nanovllm.device import Device
-from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import KVCacheMemoryError
-from nanovllm.kernels.cpu.checking import CHECKED
 from nanovllm.kernels.decode_attention import least_chunk
 from nanovllm.kernels.last_tokens import take_tokens
 from nanovllm.kernels.logits import WORD
@@ -31,7 +31,9 @@ from nanovllm.layers.weights import allocate
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.weights import init_dummy_weights, load_weights
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions
+from nanovllm.residency.profile import RankProfile
 from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.runner.ending import Ending, UndrawnStep
 from nanovllm.runner.inputs import (
@@ -54,8 +56,6 @@ from nanovllm.runner.memory import (
     scratch_in,
     set_scales,
 )
-from nanovllm.runner.profile import RankProfile
-from nanovllm.runner.recorded import RecordedSteps
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
 
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]

@@ -15,13 +15,13 @@ import numpy as np
 
 from nanovllm.batch import TokenLogprobs
 from nanovllm.errors import BadRow, attempt
+from nanovllm.extras.logprobs import LogprobDicts, join_parts, join_rows
+from nanovllm.extras.structured import Constraint, GrammarCompiler
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed
 from nanovllm.sampling_params import GuardedProcessors, SamplingParams
 from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer, StopSearch, StopStrings
 from nanovllm.text.ends import with_written_end
-from nanovllm.text.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.text.prompts import Prompt, Request
-from nanovllm.text.structured import Constraint, GrammarCompiler
 from nanovllm.text.templates import TemplateProcess
 from nanovllm.text.token_ids import pack_token_ids
 from nanovllm.text.tokenizer import LeastTokens, bad_word_ids, encode, num_bytes

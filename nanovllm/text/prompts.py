@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from nanovllm.errors import BadRow, attempt
+from nanovllm.extras.structured import Constraint
+from nanovllm.extras.structured_outputs import show as show_value
 from nanovllm.inputs import PromptLike
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured_outputs import show as show_value
-from nanovllm.text.structured import Constraint
 from nanovllm.text.token_ids import packed_ints
-from nanovllm.vllm_arguments import PROMPT, refuse_absent
+from nanovllm.vllm.arguments import PROMPT, refuse_absent
 
 _NUMBERS = (int, float, np.number)  # elements of a list that is one prompt
 _KEYS = ("prompt", "prompt_token_ids")  # of a dictionary

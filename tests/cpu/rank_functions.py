@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.cpu.team import team
+from nanovllm.cpu.kernels.team import team
 
 
 def num_weights(model: torch.nn.Module) -> int:

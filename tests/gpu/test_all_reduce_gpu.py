@@ -8,7 +8,7 @@ import torch
 from copying_ranks import make_copying_ranks
 
 from nanovllm.device import Device
-from nanovllm.kernels.all_reduce import (
+from nanovllm.parallel.kernels.all_reduce import (
     EMPTY,
     EMPTY_BY_SIZE,
     TURNS,
@@ -18,7 +18,7 @@ from nanovllm.kernels.all_reduce import (
     all_reduce_reference,
     all_reduce_triton,
 )
-from nanovllm.kernels.copied_sum import CALLS
+from nanovllm.parallel.kernels.copied_sum import CALLS
 
 pytestmark = pytest.mark.gpu
 MAX_ROWS = 24  # the programs of all ranks fit on the GPU at once

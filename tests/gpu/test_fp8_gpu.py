@@ -15,8 +15,8 @@ from tensors import BF16, F16, F32
 from tiny_models import write_tiny_model
 
 from nanovllm import SamplingParams
-from nanovllm.kernels.fp8 import GROUP
-from nanovllm.kernels.grouped_matmul import choose_experts
+from nanovllm.formats.fp8.kernels.values import GROUP
+from nanovllm.moe.kernels.grouped_matmul import choose_experts
 from tools.write_fp8 import SCALES, write_fp8
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)

@@ -8,9 +8,9 @@ import torch
 from moe_cases import Sizes
 from tensors import BF16, F16
 
-from nanovllm.kernels.grouped_matmul import ExpertChoice
-from nanovllm.kernels.int4_experts import choose_int4_experts
-from nanovllm.kernels.int4_layout import MXFP4
+from nanovllm.formats.int4.kernels.experts import choose_int4_experts
+from nanovllm.formats.int4.kernels.layout import MXFP4
+from nanovllm.moe.kernels.grouped_matmul import ExpertChoice
 
 pytestmark = pytest.mark.gpu
 

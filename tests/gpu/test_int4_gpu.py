@@ -13,9 +13,9 @@ from tensors import BF16, F16, randn
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.formats.int4.kernels.matmul import Int4Tile, choose_int4_tile, int4_linear
+from nanovllm.formats.int4.kernels.values import dequantise
 from nanovllm.kernels.compat import in_graph, multiprocessors
-from nanovllm.kernels.int4_matmul import Int4Tile, choose_int4_tile, int4_linear
-from nanovllm.kernels.int4_values import dequantise
 from nanovllm.kernels.matmul import linear
 from tools.write_int4 import write_int4
 

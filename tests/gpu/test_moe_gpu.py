@@ -15,9 +15,9 @@ from tensors import BF16, F16, F32, assert_near, randn
 from tiny_models import MOE_FAMILIES, transformers_model, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.formats.mxfp4.kernels.values import dequantise_mxfp4
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
-from nanovllm.kernels.grouped_matmul import ExpertChoice, choose_experts
-from nanovllm.kernels.mxfp4 import dequantise_mxfp4
+from nanovllm.moe.kernels.grouped_matmul import ExpertChoice, choose_experts
 from tools.write_mxfp4 import write_mxfp4, write_rounded
 
 pytestmark = pytest.mark.gpu

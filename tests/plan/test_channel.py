@@ -31,7 +31,7 @@ from nanovllm.batch import (
     greedy,
 )
 from nanovllm.errors import WorkerError
-from nanovllm.workers.channel import Channel, ChannelReader
+from nanovllm.parallel.channel import Channel, ChannelReader
 
 
 def make_batch(query_lens: list[int], width: int, sampling: SamplingColumns | None = None) -> Batch:

@@ -15,7 +15,7 @@ import pytest
 from channels import SECONDS, DeadWorkerError, shm_files, wait_for_calls
 
 from nanovllm.errors import EngineClosedError, WorkerError
-from nanovllm.workers.channel import Channel
+from nanovllm.parallel.channel import Channel
 
 
 def test_a_reader_killed_while_it_waits_does_not_block_the_writer() -> None:
@@ -91,7 +91,7 @@ def test_attaching_to_a_closed_channel_is_an_error() -> None:
 ENGINE = """
 import time
 from multiprocessing import get_context
-from nanovllm.workers.channel import Channel
+from nanovllm.parallel.channel import Channel
 from channels import shm_files, wait_for_calls
 
 if __name__ == "__main__":

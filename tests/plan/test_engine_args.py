@@ -14,7 +14,7 @@ import pytest
 
 from nanovllm import EngineArgs, FlexibleArgumentParser, SamplingParams
 from nanovllm.config import RENAMED, Config
-from nanovllm.vllm_arguments import ENGINE, SAMPLING
+from nanovllm.vllm.arguments import ENGINE, SAMPLING
 
 ENGINE_NAMES = """
     additional_config aggregate_engine_logging all2all_backend allow_deprecated_quantization

@@ -15,6 +15,7 @@ import pytest
 from nanovllm import TextPrompt, TokensPrompt
 from nanovllm.batch import TokenLogprobs
 from nanovllm.errors import raise_first
+from nanovllm.extras.logprobs import LogprobDicts
 from nanovllm.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -25,10 +26,9 @@ from nanovllm.outputs import (
     unlisted,
 )
 from nanovllm.text import prompts as forms
-from nanovllm.text.logprobs import LogprobDicts
 from nanovllm.text.prompts import Prompt, parse_prompt
 from nanovllm.text.token_ids import pack_token_ids
-from nanovllm.vllm_arguments import PROMPT
+from nanovllm.vllm.arguments import PROMPT
 
 LONG = 10**5000  # Python refuses to print it
 

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.config import Config
-from nanovllm.replicas import process as replica_process
-from nanovllm.replicas.process import ReplicaProcess
-from nanovllm.replicas.router import MIN_PREFIX_BYTES, Router, prefix_hashes
+from nanovllm.parallel.replicas import process as replica_process
+from nanovllm.parallel.replicas.process import ReplicaProcess
+from nanovllm.parallel.replicas.router import MIN_PREFIX_BYTES, Router, prefix_hashes
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Request
 

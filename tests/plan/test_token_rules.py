@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanovllm
-from nanovllm.plan import token_rules
-from nanovllm.plan.token_rules import (
+from nanovllm.extras import token_rules
+from nanovllm.extras.token_rules import (
     AllowedTokens,
     BadWords,
     Grammar,

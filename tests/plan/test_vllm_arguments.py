@@ -16,12 +16,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanovllm import vllm_arguments
 from nanovllm.config import Config
 from nanovllm.errors import attempt
 from nanovllm.sampling_params import SEED_LIMIT, RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import parse_sampling_params
-from nanovllm.vllm_arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, POOLING, PROMPT, SAMPLING
+from nanovllm.vllm import arguments as vllm_arguments
+from nanovllm.vllm.arguments import BEAM_SEARCH, CHAT, EMBED, ENGINE, GENERATE, POOLING, PROMPT, SAMPLING
 
 TABLES = {"engine": ENGINE, "sampling": SAMPLING, "chat": CHAT, "generate": GENERATE, "prompt": PROMPT}
 TABLES |= {"embed": EMBED, "beam search": BEAM_SEARCH, "pooling": POOLING}

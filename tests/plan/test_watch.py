@@ -18,8 +18,8 @@ from multiprocessing.synchronize import Barrier
 import pytest
 
 from nanovllm.errors import WorkerError
-from nanovllm.workers import watch as watch_module
-from nanovllm.workers.watch import Failure, Watch
+from nanovllm.parallel import watch as watch_module
+from nanovllm.parallel.watch import Failure, Watch
 
 CONTEXT = multiprocessing.get_context("spawn")
 

@@ -20,7 +20,7 @@ import torch
 import nanovllm
 from nanovllm.device import Device
 from nanovllm.llm import LLM
-from nanovllm.replicas.router import Router
+from nanovllm.parallel.replicas.router import Router
 from tools.benchmark.steps import Step, StepRecorder
 from tools.benchmark.workloads import Workload
 

@@ -33,7 +33,7 @@ from nanovllm import (
 )
 from nanovllm.jobs.main import parse_args, parse_sampling
 from nanovllm.jobs.openai_batch import read_body
-from nanovllm.vllm_arguments import ELSEWHERE, EMBED, GENERATE
+from nanovllm.vllm.arguments import ELSEWHERE, EMBED, GENERATE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

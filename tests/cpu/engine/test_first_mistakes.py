@@ -14,9 +14,9 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.device import Device
+from nanovllm.extras.structured_outputs import StructuredOutputsParams as Structured
+from nanovllm.parallel import ranks
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.structured_outputs import StructuredOutputsParams as Structured
-from nanovllm.workers import ranks
 
 DEMO = demo_model_path()
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 8, "kvcache_block_size": 16}

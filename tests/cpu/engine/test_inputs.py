@@ -24,8 +24,8 @@ from nanovllm.batch import (
     map_columns,
 )
 from nanovllm.device import Device
+from nanovllm.extras.kernels.logprobs import TokenLogprobTensors
 from nanovllm.kernels.decode_attention import SharedUnit
-from nanovllm.kernels.logprobs import TokenLogprobTensors
 from nanovllm.runner.inputs import (
     ALIGN,
     Staging,

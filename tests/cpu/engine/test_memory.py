@@ -12,13 +12,13 @@ import torch
 from checked_llm import make_tiny
 from cpu_kernel_cases import finish, start
 
-from nanovllm import isa
 from nanovllm.config import Config
+from nanovllm.cpu import isa
 from nanovllm.device import SPARE_BYTES, Device
 from nanovllm.errors import KVCacheMemoryError
+from nanovllm.parallel import ranks
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.workers import ranks
 
 GIB = 2**30
 

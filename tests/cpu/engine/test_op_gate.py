@@ -11,7 +11,8 @@ import op_gate
 import pytest
 from tiny_models import write_tiny_model
 
-from nanovllm import LLM, isa
+from nanovllm import LLM
+from nanovllm.cpu import isa
 from nanovllm.kernels.compat import INTERPRET
 
 

@@ -16,9 +16,9 @@ from tiny_models import VOCAB_SIZE, write_tiny_model
 from nanovllm.batch import Batch, StepKind, greedy
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.distributed.group import TPGroup
-from nanovllm.distributed.peer_memory import PeerCopies
 from nanovllm.models.registry import load_model_config
+from nanovllm.parallel.group import TPGroup
+from nanovllm.parallel.peer_memory import PeerCopies
 from nanovllm.runner.inputs import OVERLAP_TOKENS
 from nanovllm.runner.model_runner import ModelRunner
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from checked_llm import CheckedLLM, make_tiny
 
-from nanovllm import SamplingParams, isa
+from nanovllm import SamplingParams
+from nanovllm.cpu import isa
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
@@ -26,7 +27,7 @@ def operations(trace: Path) -> set[str]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_rank_writes_a_trace(model: Path, size: int, tmp_path: Path) -> None:
-    shown = "nanovllm.kernels.cpu.rms_norm._make" if isa.has_kernels() else "aten::linear"
+    shown = "nanovllm.cpu.kernels.rms_norm._make" if isa.has_kernels() else "aten::linear"
     with make_tiny(model, tensor_parallel_size=size) as llm:
         expected = generate(llm)
         folder = tmp_path / "new" / "folder"

@@ -17,7 +17,7 @@ from digests import DigestLLM, make_digest
 from tiny_models import FAMILIES, VOCAB_SIZE, edit_json, write_tiny_model
 
 from nanovllm import EngineClosedError, KVCacheMemoryError, ModelLoadError, SamplingParams
-from nanovllm.runner.residency import TAGS, WakeUpNeed
+from nanovllm.residency.runner import TAGS, WakeUpNeed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=12, ignore_eos=True)

@@ -19,9 +19,9 @@ from test_loader import build
 from tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 
 from nanovllm import EngineClosedError, SamplingParams, WorkerError
-from nanovllm.distributed.group import TPGroup
 from nanovllm.models.weights import load_weights
-from nanovllm.workers import shared_tensors
+from nanovllm.parallel.group import TPGroup
+from nanovllm.residency import shared_tensors
 
 Tensors = dict[str, torch.Tensor]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

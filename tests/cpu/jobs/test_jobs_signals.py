@@ -31,7 +31,7 @@ from nanovllm.engine.stats import StepStats
 from nanovllm.errors import ModelLoadError
 from nanovllm.jobs import main as program
 from nanovllm.jobs.errors import caught_signals
-from nanovllm.workers.worker import leave
+from nanovllm.parallel.worker import leave
 
 SECONDS = 120  # against hangs
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP

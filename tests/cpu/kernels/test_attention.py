@@ -18,7 +18,7 @@ from attention_cases import Heads, fused_queries, make_cache
 from op_gate import Setting, write_config
 from test_needs import GPU
 
-from nanovllm import LLM, SamplingParams, demo_model_path, isa
+from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.attention.backends import (
     FlashAttnBackend,
     ReferenceBackend,
@@ -28,9 +28,10 @@ from nanovllm.attention.backends import (
 )
 from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges, StepMetadata
 from nanovllm.config import Config
+from nanovllm.cpu import isa
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
-from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.startup import open_model
+from nanovllm.families.llama import LLAMA
 from nanovllm.kernels import attention_reference
 from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.heads_norm import HeadsNorm
@@ -39,8 +40,8 @@ from nanovllm.layers.weights import allocate
 from nanovllm.models import decoder
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, RotaryEmbedding
-from nanovllm.models.llama import LLAMA
 from nanovllm.models.registry import get_family, register_model
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import Normed, WeightOptions
 from nanovllm.quantization.unquantized import QuantConfig
 
@@ -51,9 +52,9 @@ SPECS = (AttentionSpec(4, 2, 64),)
 def test_auto_on_a_cpu_has_its_kernels_or_is_the_reference_even_with_the_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nanovllm.isa.level", lambda: "generic")
+    monkeypatch.setattr("nanovllm.cpu.isa.level", lambda: "generic")
     assert select("auto", CPU, torch.float32, SPECS, torch.float32).name == "cpu"
-    monkeypatch.setattr("nanovllm.isa.level", lambda: "torch")
+    monkeypatch.setattr("nanovllm.cpu.isa.level", lambda: "torch")
     assert select("auto", CPU, torch.float32, SPECS, torch.float32).name == "reference"
     with pytest.raises(ValueError, match=r"'cpu' cannot run here: pip install \"nanovllm\[cpu\]\""):
         select("cpu", CPU, torch.float32, SPECS, torch.float32)

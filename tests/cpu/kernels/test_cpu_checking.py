@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from cpu_kernel_cases import finish, start
 
-from nanovllm.kernels.cpu.checking import CHECKED
+from nanovllm.cpu.kernels.checking import CHECKED
 
 HERE = Path(__file__).parent
 CHECK = {"NANOVLLM_CPU_CHECK": "1"}
 WRONG = """
 import torch
 from cpu_kernel_cases import copy, threads
-from nanovllm.kernels.cpu.recording import Arena, Recording
+from nanovllm.cpu.kernels.recording import Arena, Recording
 source, target = torch.arange(6.0), torch.full((6,), -1.0)
 for number in (1, 2):
     with threads(number):

@@ -13,7 +13,8 @@ from model_folders import within
 from test_cpu_integers import SIZES, load
 from tiny_models import write_tiny_model
 
-from nanovllm import LLM, SamplingParams, isa
+from nanovllm import LLM, SamplingParams
+from nanovllm.cpu import isa
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")
 

@@ -13,24 +13,25 @@ from gguf_files import random_blocks
 from safetensors.torch import load_file
 from tiny_models import write_tiny_model
 
-from nanovllm import SamplingParams, isa
+from nanovllm import SamplingParams
 from nanovllm.attention.backends import ReferenceBackend
-from nanovllm.distributed.group import TPGroup
+from nanovllm.cpu import isa
+from nanovllm.cpu.integers import IntegerExpertsMethod, StoredConfig
+from nanovllm.cpu.kernels.experts import int_experts
+from nanovllm.cpu.kernels.int_layout import FORMATS, IntExperts, dequantised
+from nanovllm.cpu.kernels.int_matmul import int_linear_reference
+from nanovllm.cpu.kernels.int_quantise import quantise
 from nanovllm.kernels.activation import silu_and_mul_reference
-from nanovllm.kernels.cpu.experts import int_experts
-from nanovllm.kernels.cpu.int_layout import FORMATS, IntExperts, dequantised
-from nanovllm.kernels.cpu.int_matmul import int_linear_reference
-from nanovllm.kernels.cpu.int_quantise import quantise
-from nanovllm.kernels.expert_tiles import PLAIN_MLP
-from nanovllm.kernels.experts_reference import experts_in_turn
-from nanovllm.kernels.routing import Routing
 from nanovllm.layers.weights import allocate
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import load_weights
+from nanovllm.moe.experts import UnquantizedExpertsMethod
+from nanovllm.moe.kernels.reference import experts_in_turn
+from nanovllm.moe.kernels.routing import Routing
+from nanovllm.moe.kernels.tiles import PLAIN_MLP
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions
-from nanovllm.quantization.cpu_integers import IntegerExpertsMethod, StoredConfig
-from nanovllm.quantization.experts import UnquantizedExpertsMethod
 from tools.write_gguf import write_gguf
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")

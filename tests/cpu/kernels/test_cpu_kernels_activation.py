@@ -7,8 +7,8 @@ import torch
 from cpu_kernel_cases import threads
 from tensors import F32, randn
 
-from nanovllm import isa
 from nanovllm.batch import LAST_SAMPLED, NO_SLOT
+from nanovllm.cpu import isa
 from nanovllm.kernels.activation import Activation, silu_and_mul_reference
 from nanovllm.kernels.last_tokens import (
     keep_tokens,

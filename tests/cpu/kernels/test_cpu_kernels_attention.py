@@ -21,12 +21,12 @@ from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store_reference
 
 pytest.importorskip("numba")
 
-from nanovllm.kernels.cpu.copy_cells import copy_cells
-from nanovllm.kernels.cpu.decode_attention import paged_decode_attention
-from nanovllm.kernels.cpu.prefill_attention import paged_prefill_attention
-from nanovllm.kernels.cpu.recording import Arena, Recording
-from nanovllm.kernels.cpu.rotary import qk_norm_rope_store
-from nanovllm.kernels.cpu.team import num_threads
+from nanovllm.cpu.kernels.copy_cells import copy_cells
+from nanovllm.cpu.kernels.decode_attention import paged_decode_attention
+from nanovllm.cpu.kernels.prefill_attention import paged_prefill_attention
+from nanovllm.cpu.kernels.recording import Arena, Recording
+from nanovllm.cpu.kernels.rotary import qk_norm_rope_store
+from nanovllm.cpu.kernels.team import num_threads
 
 SMALL = Heads(4, 2, 24, 7)
 PAIRS = Heads(4, 1, 32, 16, BF16)  # in a prefill its products are of pairs, on a CPU that has them

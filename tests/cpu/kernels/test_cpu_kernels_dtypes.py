@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nanovllm import isa
-from nanovllm.kernels.cpu.launch import DTYPES, Address, Kernel
+from nanovllm.cpu import isa
+from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel
 
 SHORT = [torch.float16, torch.bfloat16]
 
 
 def _make(source_dtype: str, target_dtype: str) -> Callable[..., None]:
-    from nanovllm.kernels.cpu import vectors as v
+    from nanovllm.cpu.kernels import vectors as v
 
     (load, _), (_, store) = v.WHOLE[source_dtype], v.WHOLE[target_dtype]
     read, written = 16 * v.SIZES[source_dtype], 16 * v.SIZES[target_dtype]

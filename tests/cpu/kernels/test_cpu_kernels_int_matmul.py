@@ -12,16 +12,16 @@ import pytest
 import torch
 from cpu_kernel_cases import TESTS, threads
 
-from nanovllm import isa
-from nanovllm.kernels.cpu.int_layout import (
+from nanovllm.cpu import isa
+from nanovllm.cpu.kernels.int_layout import (
     FORMATS,
     IntWeight,
     dequantised,
     from_blocks,
     quantise_reference,
 )
-from nanovllm.kernels.cpu.int_matmul import int_embed, int_linear, int_linear_reference
-from nanovllm.kernels.cpu.int_quantise import quantise
+from nanovllm.cpu.kernels.int_matmul import int_embed, int_linear, int_linear_reference
+from nanovllm.cpu.kernels.int_quantise import quantise
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")
 
@@ -122,7 +122,7 @@ def test_extreme_codes_are_exact() -> None:
 
 
 CROSS = """
-from nanovllm.kernels.cpu import int_matmul, native
+from nanovllm.cpu.kernels import int_matmul, native
 print(native.assembly(int_matmul.make_product, ({name!r}, "float32"), "void", {level!r}))
 """
 

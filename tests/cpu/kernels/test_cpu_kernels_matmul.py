@@ -9,8 +9,8 @@ import torch
 from cpu_kernel_cases import threads
 from tensors import BF16, F16, F32, randn
 
-from nanovllm import isa
-from nanovllm.kernels.cpu.matmul import copy_rows, embed, matmul, packed_shape, unpacked, widened
+from nanovllm.cpu import isa
+from nanovllm.cpu.kernels.matmul import copy_rows, embed, matmul, packed_shape, unpacked, widened
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")
 

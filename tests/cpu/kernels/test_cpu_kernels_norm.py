@@ -6,7 +6,7 @@ import pytest
 import torch
 from cpu_kernel_cases import threads
 
-from nanovllm.kernels.cpu.rms_norm import add_rms_norm, rms_norm
+from nanovllm.cpu.kernels.rms_norm import add_rms_norm, rms_norm
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

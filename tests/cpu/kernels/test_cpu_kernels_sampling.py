@@ -8,8 +8,8 @@ from filter_cases import adversarial_logits, check_filters_keep_all_that_they_sh
 from sampling_cases import ALL, FILTERS, filters_of, make_filters, make_rows
 from tensors import randn
 
-from nanovllm import isa
 from nanovllm.batch import NOT_FINITE, rows_of
+from nanovllm.cpu import isa
 from nanovllm.kernels.sampling import draw, sample_reference
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="no kernels for CPUs here")

@@ -11,10 +11,11 @@ import pytest
 import torch
 from cpu_kernel_cases import finish, start
 
-from nanovllm import LLM, demo_model_path, isa
+from nanovllm import LLM, demo_model_path
+from nanovllm.cpu import isa
+from nanovllm.cpu import kernels as cpu
+from nanovllm.cpu.kernels.launch import Kernel
 from nanovllm.jobs.main import main
-from nanovllm.kernels import cpu
-from nanovllm.kernels.cpu.launch import Kernel
 
 HERE = Path(__file__).parent
 OWN = [name for name, needs in isa.NEEDS.items() if needs <= isa.cpu_features()]
@@ -45,9 +46,9 @@ WHOLE = [
 
 
 def kernels() -> Iterator[Kernel]:
-    """Every kernel of `kernels/cpu`."""
+    """Every kernel of `cpu/kernels`."""
     for found in pkgutil.iter_modules(cpu.__path__):
-        module = importlib.import_module(f"nanovllm.kernels.cpu.{found.name}")
+        module = importlib.import_module(f"nanovllm.cpu.kernels.{found.name}")
         for each in vars(module).values():
             if isinstance(each, Kernel) and each.name.startswith(module.__name__ + "."):
                 yield each
@@ -55,7 +56,7 @@ def kernels() -> Iterator[Kernel]:
 
 def test_every_kernel_is_found() -> None:
     names = [each.name for each in kernels()]
-    assert "nanovllm.kernels.cpu.rms_norm._make" in names and len(set(names)) == len(names)
+    assert "nanovllm.cpu.kernels.rms_norm._make" in names and len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("files", WHOLE)
@@ -69,7 +70,7 @@ def test_kernels_of_other_levels_that_this_cpu_has(level: str, files: list[Path]
 def test_kernels_of_other_levels_compile(files: list[Path]) -> None:
     code = COMPILE.replace("LEVELS", repr(OTHERS or OWN)).replace("TESTS", repr([*map(str, files)]))
     lines, _ = finish(start(code))
-    found = [line.split() for line in lines if line.startswith("nanovllm.kernels.cpu.")]
+    found = [line.split() for line in lines if line.startswith("nanovllm.cpu.kernels.")]
     assert {level for _, level, _, _ in found} == set(OTHERS or OWN)
     wide = {level for _, level, zmm, _ in found if zmm == "True"}
     assert wide == {level for level in OTHERS or OWN if level.startswith("avx512")}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from cpu_kernel_cases import finish, start
 
-from nanovllm.kernels.cpu.native import cache_folder
+from nanovllm.cpu.kernels.native import cache_folder
 
 CODE = """
 import sys, torch
-from nanovllm.kernels.cpu.rms_norm import rms_norm
+from nanovllm.cpu.kernels.rms_norm import rms_norm
 print(float(rms_norm(torch.ones(3, 20), torch.ones(20), 0.0).sum()), "numba" in sys.modules)
 """
 COMPILED, LOADED = ["60.0 True"], ["60.0 False"]

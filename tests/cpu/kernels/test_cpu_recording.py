@@ -12,10 +12,10 @@ import pytest
 import torch
 from cpu_kernel_cases import count, threads
 
-from nanovllm.kernels.cpu.checking import CHECKED
-from nanovllm.kernels.cpu.launch import recorder
-from nanovllm.kernels.cpu.recording import Arena, Recording
-from nanovllm.kernels.cpu.rms_norm import add_rms_norm, rms_norm
+from nanovllm.cpu.kernels.checking import CHECKED
+from nanovllm.cpu.kernels.launch import recorder
+from nanovllm.cpu.kernels.recording import Arena, Recording
+from nanovllm.cpu.kernels.rms_norm import add_rms_norm, rms_norm
 
 WIDTH = 50
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cpu_kernel_cases import count, finish, start, threads
 
-from nanovllm.kernels.cpu.team import team
+from nanovllm.cpu.kernels.team import team
 
 LAUNCHES = 2000
 
@@ -95,7 +95,7 @@ INTERRUPTS = """
 import os, signal, threading, time
 import torch
 from cpu_kernel_cases import count, threads
-from nanovllm.kernels.cpu.recording import Arena, Recording
+from nanovllm.cpu.kernels.recording import Arena, Recording
 armed, caught = False, 0
 
 def interrupt(*_):

@@ -11,11 +11,12 @@ import torch
 from rank_functions import num_threads
 from replica_answers import OPTIONS
 
-from nanovllm import LLM, SamplingParams, demo_model_path, isa
+from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.config import Config
+from nanovllm.cpu import isa
+from nanovllm.cpu.kernels.team import team
 from nanovllm.device import Device
 from nanovllm.engine import startup
-from nanovllm.kernels.cpu.team import team
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 

@@ -19,13 +19,14 @@ from sampling_cases import make_filters, make_rows
 from tensors import randn
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
-from nanovllm import LLM, SamplingParams, isa
+from nanovllm import LLM, SamplingParams
+from nanovllm.cpu import isa
+from nanovllm.cpu.kernels.checking import CHECKED
+from nanovllm.cpu.recorded import RecordedSteps
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.cpu.checking import CHECKED
 from nanovllm.kernels.last_tokens import keep_tokens, take_tokens
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.sampling import draw
-from nanovllm.runner.recorded import RecordedSteps
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="no kernels for CPUs here")
 WIDTH, SLOTS = 320, 80
@@ -160,7 +161,7 @@ def test_recording_imports_no_compiler_of_torch() -> None:
     """It takes seconds to import."""
     code = (
         "import sys, torch\n"
-        "from nanovllm.runner.recorded import RecordedSteps\n"
+        "from nanovllm.cpu.recorded import RecordedSteps\n"
         "recorded = RecordedSteps()\n"
         "recorded.run(1, lambda: lambda: torch.empty(3)[:2])\n"
         "assert len(recorded) == 1\n"

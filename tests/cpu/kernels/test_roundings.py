@@ -13,8 +13,7 @@ from layer_cases import exact_rms_norm
 from outlier_models import FAMILIES, Sizes
 from tensors import BF16, F16, randn
 
-from nanovllm import isa
-from nanovllm.distributed.group import TPGroup
+from nanovllm.cpu import isa
 from nanovllm.kernels.activation import Activation, silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.compat import cpu_kernel
 from nanovllm.kernels.gemv import gemv_reference, gemv_triton
@@ -28,6 +27,7 @@ from nanovllm.kernels.rotary import (
 )
 from nanovllm.layers.heads_norm import HeadsNorm
 from nanovllm.layers.weights import allocate
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions
 from nanovllm.quantization.unquantized import QuantConfig
 

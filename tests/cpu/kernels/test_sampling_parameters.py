@@ -35,8 +35,8 @@ from test_texts import model_for
 
 from nanovllm import RequestOutput, SamplingParams
 from nanovllm.batch import PENALTIES
+from nanovllm.extras.logprobs import LogprobDicts
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.text.logprobs import LogprobDicts
 
 Check = Callable[[RequestOutput, SamplingParams], None]
 

@@ -18,39 +18,39 @@ from moe_cases import Sizes, make_experts
 from tensors import BF16, F16, F32, FP8, randn
 from tiny_models import write_tiny_model
 
-from nanovllm import isa
 from nanovllm.attention.base import cache_dtype
 from nanovllm.attention.rotary import RopeConfig, attention_factor, rope_table
 from nanovllm.batch import EMPTY_BATCH
+from nanovllm.cpu import isa
+from nanovllm.cpu.integers import IntegerConfig
+from nanovllm.cpu.kernels.int_layout import IntFormat
+from nanovllm.cpu.kernels.matmul import packed_shape
+from nanovllm.formats.fp8.kernels.grouped import Fp8Experts
+from nanovllm.formats.fp8.kernels.matmul import Fp8Weight
+from nanovllm.formats.fp8.kernels.values import Fp8Rows
+from nanovllm.formats.fp8.loading import Part, Stored, quantise_weight
+from nanovllm.formats.int4.kernels.layout import Int4Experts, Int4Weight, dequantise_reference, pack_scales
+from nanovllm.formats.int4.kernels.values import first_scale, triton_dtype
+from nanovllm.formats.int4.layouts import Int4Shard, awq
+from nanovllm.formats.int4.method import Int4LinearMethod
 from nanovllm.kernels.activation import Activation, silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.attention_reference import (
     paged_decode_attention_reference,
     paged_prefill_attention_reference,
 )
 from nanovllm.kernels.compat import INTERPRET, cpu_kernel, jit, tl
-from nanovllm.kernels.cpu.int_layout import IntFormat
-from nanovllm.kernels.cpu.matmul import packed_shape
 from nanovllm.kernels.decode_attention import paged_decode_attention_triton
-from nanovllm.kernels.expert_gemv import expert_gemv_triton
-from nanovllm.kernels.expert_tiles import Chosen, ExpertMLP, tiles_reference
-from nanovllm.kernels.experts_reference import experts_reference
-from nanovllm.kernels.fp8 import Fp8Rows
-from nanovllm.kernels.fp8_grouped import Fp8Experts
-from nanovllm.kernels.fp8_matmul import Fp8Weight
-from nanovllm.kernels.grouped_matmul import choose_experts, experts_triton
-from nanovllm.kernels.int4_layout import Int4Experts, Int4Weight, dequantise_reference, pack_scales
-from nanovllm.kernels.int4_values import first_scale, triton_dtype
 from nanovllm.kernels.kinds import Kinds
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
 from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store_reference, qk_norm_rope_store_triton
 from nanovllm.models.decoder import Attention, Build
 from nanovllm.models.registry import load_model_config
+from nanovllm.moe.kernels.gemv import expert_gemv_triton
+from nanovllm.moe.kernels.grouped_matmul import choose_experts, experts_triton
+from nanovllm.moe.kernels.reference import experts_reference
+from nanovllm.moe.kernels.tiles import Chosen, ExpertMLP, tiles_reference
 from nanovllm.quantization.base import WeightShard
-from nanovllm.quantization.cpu_integers import IntegerConfig
-from nanovllm.quantization.fp8_loading import Part, Stored, quantise_weight
-from nanovllm.quantization.int4 import Int4LinearMethod
-from nanovllm.quantization.int4_formats import Int4Shard, awq
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -234,7 +234,7 @@ def test_kernels_for_cpus_refuse_a_new_dtype() -> None:
 
 @needs_cpu_kernels
 def test_a_new_instruction_set_is_refused() -> None:
-    from nanovllm.kernels.cpu import emitting, tiles
+    from nanovllm.cpu.kernels import emitting, tiles
 
     tables = inside_kinds.cpu_tables()
     with isa.compiling_for("new"):

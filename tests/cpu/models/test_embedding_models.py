@@ -16,7 +16,7 @@ from tiny_models import edit_json, write_tiny_model
 from transformers import AutoModel
 
 from nanovllm import LLM, BeamSearchParams, ModelLoadError, PoolingParams, SamplingParams
-from nanovllm.models.embedding import EmbeddingDefaults, embedding_defaults
+from nanovllm.extras.embedding import EmbeddingDefaults, embedding_defaults
 from nanovllm.models.registry import load_model_config, open_checkpoint, resolve_model_path
 from nanovllm.models.weights import find_head
 from tools.write_int4 import write_int4

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from nanovllm import LLM, KVCacheMemoryError, ModelLoadError, SamplingParams, demo_model_path
 from nanovllm.models.registry import load_model_config, open_checkpoint
-from nanovllm.workers import worker
+from nanovllm.parallel import worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

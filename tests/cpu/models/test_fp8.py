@@ -35,16 +35,16 @@ from test_models import load as load_model
 from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.fp8 import FP8, GROUP, quantise_rows
+from nanovllm.formats.fp8 import method as fp8
+from nanovllm.formats.fp8.kernels.values import FP8, GROUP, quantise_rows
+from nanovllm.formats.fp8.loading import Stored, quantise_weight
+from nanovllm.formats.fp8.method import Fp8Config, Fp8LinearMethod
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import WeightLayer, finish_loading, weight_slots
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights
-from nanovllm.quantization import fp8
-from nanovllm.quantization.fp8 import Fp8Config, Fp8LinearMethod
-from nanovllm.quantization.fp8_loading import Stored, quantise_weight
+from nanovllm.parallel.group import TPGroup
 from tools.write_fp8 import write_fp8
 
 # The options of a tiny model of each family.

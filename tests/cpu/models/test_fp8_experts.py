@@ -16,12 +16,12 @@ from test_models import PROMPT, forward
 from test_models import load as load_model
 from tiny_models import edit_json, write_tiny_model
 
-from nanovllm.distributed.group import TPGroup
+from nanovllm.formats.fp8.kernels.values import GROUP
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.fp8 import GROUP
-from nanovllm.kernels.grouped_matmul import choose_experts
 from nanovllm.layers.weights import finish_loading, weight_slots
 from nanovllm.models.weights import load_weights
+from nanovllm.moe.kernels.grouped_matmul import choose_experts
+from nanovllm.parallel.group import TPGroup
 from tools.write_fp8 import SCALES, write_fp8
 
 SIZES: dict[str, Any] = {"hidden_size": 144, "head_dim": 32, "moe_intermediate_size": 40, "num_experts": 5}

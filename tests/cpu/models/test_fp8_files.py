@@ -16,14 +16,14 @@ from tensors import BF16
 from tiny_models import edit_json, write_tiny_model
 
 from nanovllm import LLM
+from nanovllm.cpu.packed import PackedLinearMethod
 from nanovllm.errors import ModelLoadError
-from nanovllm.kernels.fp8 import FP8
+from nanovllm.formats.fp8.kernels.values import FP8
+from nanovllm.formats.fp8.loading import Stored, quantise_weight
+from nanovllm.formats.fp8.method import Fp8LinearMethod
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import WeightChecker, check_weights, load_weights
-from nanovllm.quantization.cpu_packed import PackedLinearMethod
-from nanovllm.quantization.fp8 import Fp8LinearMethod
-from nanovllm.quantization.fp8_loading import Stored, quantise_weight
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 from tools.write_fp8 import write_fp8
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from tensors import F32
 
+from nanovllm.formats.fp8.kernels.matmul import fp8_linear
+from nanovllm.formats.fp8.kernels.values import GROUP, quantise_rows
+from nanovllm.formats.fp8.loading import Stored, quantise_weight
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.fp8 import GROUP, quantise_rows
-from nanovllm.kernels.fp8_matmul import fp8_linear
-from nanovllm.quantization.fp8_loading import Stored, quantise_weight
 
 # -- weights and kernels ------------------------------------------------------------------------------------
 

@@ -15,9 +15,10 @@ from engine_cases import make_prompts
 from test_models import PROMPT, forward, load
 from tiny_models import MORE_FAMILIES, edit_json, transformers_greedy, transformers_model, write_tiny_model
 
-from nanovllm import LLM, SamplingParams, isa
+from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.batch import PADDING
+from nanovllm.cpu import isa
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.models.registry import load_model_config
 from nanovllm.plan.pool import BlockPool

@@ -22,9 +22,9 @@ from tiny_models import edit_json, transformers_greedy, write_tiny_model
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, ModelLoadError, SamplingParams, demo_model_path
+from nanovllm.formats.gguf.checkpoint import GGUFCheckpoint
+from nanovllm.formats.gguf.file import TYPES, GGUFFile
 from nanovllm.jobs.main import main
-from nanovllm.models.gguf import GGUFCheckpoint
-from nanovllm.models.gguf_file import TYPES, GGUFFile
 from nanovllm.models.registry import load_model_config, open_checkpoint, supported_architectures
 from tools.write_gguf import WRITABLE, write_gguf
 

@@ -15,9 +15,9 @@ from test_models import load
 from tiny_models import write_tiny_model
 
 from nanovllm import ModelLoadError
-from nanovllm.models.gguf_file import TYPES, GGUFFile
+from nanovllm.cpu.integers import IntegerLinearMethod
+from nanovllm.formats.gguf.file import TYPES, GGUFFile
 from nanovllm.models.registry import load_model_config, open_checkpoint
-from nanovllm.quantization.cpu_integers import IntegerLinearMethod
 from tools.write_gguf import write_gguf
 
 

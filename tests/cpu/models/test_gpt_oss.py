@@ -31,10 +31,10 @@ from tiny_models import (
 )
 
 from nanovllm import LLM, ModelLoadError, SamplingParams
+from nanovllm.formats.mxfp4.kernels.values import VALUES, dequantise_mxfp4, quantise_mxfp4
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.grouped_matmul import choose_experts
-from nanovllm.kernels.mxfp4 import VALUES, dequantise_mxfp4, quantise_mxfp4
 from nanovllm.models.registry import get_family, load_model_config
+from nanovllm.moe.kernels.grouped_matmul import choose_experts
 from nanovllm.text.templates import TemplateProcess
 from tools.write_mxfp4 import write_mxfp4, write_rounded
 

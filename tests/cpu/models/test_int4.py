@@ -18,14 +18,14 @@ from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 
 from nanovllm import SamplingParams
 from nanovllm.attention.backends import ReferenceBackend
-from nanovllm.distributed.group import TPGroup
-from nanovllm.kernels.int4_layout import dequantise_reference
+from nanovllm.formats.int4.kernels.layout import dequantise_reference
+from nanovllm.formats.int4.layouts import Int4Format, awq, gptq, pack_quantized
 from nanovllm.layers.weights import allocate
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights, init_dummy_weights, load_weights, weight_bytes
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import Normed, WeightOptions
-from nanovllm.quantization.int4_formats import Int4Format, awq, gptq, pack_quantized
 from tools.write_int4 import dequantised, random_order, rounded, write_int4
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -134,7 +134,7 @@ def build(folder: Path, dtype: torch.dtype, tp: TPGroup | None = None, **more: b
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights keep 4 bits on a CPU too, where plain torch multiplies them."""
-    monkeypatch.setattr("nanovllm.quantization.int4_loading.keeps_bits", lambda options: True)
+    monkeypatch.setattr("nanovllm.formats.int4.loading.keeps_bits", lambda options: True)
 
 
 def values(method: Any, dtype: torch.dtype) -> torch.Tensor:

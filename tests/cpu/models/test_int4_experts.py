@@ -21,19 +21,19 @@ from test_models import PROMPT, forward, load
 from tiny_models import edit_json, write_tiny_model
 
 from nanovllm import ModelLoadError, SamplingParams
-from nanovllm.distributed.group import TPGroup
+from nanovllm.formats.int4.configs import from_awq
+from nanovllm.formats.int4.kernels.experts import choose_int4_experts
+from nanovllm.formats.int4.kernels.layout import MXFP4, check_mxfp4_scales
+from nanovllm.formats.mxfp4.method import say_dequantised
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.expert_tiles import PLAIN_MLP
-from nanovllm.kernels.grouped_matmul import ExpertChoice, ExpertTile
-from nanovllm.kernels.int4_experts import choose_int4_experts
-from nanovllm.kernels.int4_layout import MXFP4, check_mxfp4_scales
-from nanovllm.kernels.routing import Routing
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights, init_dummy_weights, weight_bytes
+from nanovllm.moe.experts import UnquantizedExpertsMethod
+from nanovllm.moe.kernels.grouped_matmul import ExpertChoice, ExpertTile
+from nanovllm.moe.kernels.routing import Routing
+from nanovllm.moe.kernels.tiles import PLAIN_MLP
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import Normed
-from nanovllm.quantization.experts import UnquantizedExpertsMethod
-from nanovllm.quantization.int4_configs import from_awq
-from nanovllm.quantization.mxfp4 import say_dequantised
 from tools.write_int4 import dequantised, random_order, rounded, write_int4
 from tools.write_mxfp4 import write_mxfp4, write_rounded
 
@@ -109,7 +109,7 @@ def test_other_families(tmp_path: Path, family: str) -> None:
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights keep 4 bits on a CPU too, where plain torch multiplies them."""
-    monkeypatch.setattr("nanovllm.quantization.int4_loading.keeps_bits", lambda options: True)
+    monkeypatch.setattr("nanovllm.formats.int4.loading.keeps_bits", lambda options: True)
 
 
 def method_of(model: Any) -> Any:
@@ -164,7 +164,7 @@ def test_answers_of_4_bits(plain: Path, tmp_path: Path, format: str) -> None:
 @pytest.fixture
 def packed_mxfp4(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `packed`."""
-    monkeypatch.setattr("nanovllm.quantization.mxfp4.keeps_bits", lambda options: True)
+    monkeypatch.setattr("nanovllm.formats.mxfp4.method.keeps_bits", lambda options: True)
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,17 @@ from tiny_models import edit_json, write_tiny_model
 
 from nanovllm import ModelLoadError
 from nanovllm.attention.backends import ReferenceBackend
-from nanovllm.distributed.group import TPGroup
+from nanovllm.formats.compressed_tensors import CompressedTensorsConfig
+from nanovllm.formats.int4.configs import from_awq, from_gptq
+from nanovllm.formats.int4.kernels.layout import Int4Weight
+from nanovllm.formats.int4.kernels.matmul import Int4Tile, choose_int4_tile
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.int4_layout import Int4Weight
-from nanovllm.kernels.int4_matmul import Int4Tile, choose_int4_tile
 from nanovllm.layers.weights import allocate
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions
-from nanovllm.quantization.compressed_tensors import CompressedTensorsConfig
-from nanovllm.quantization.int4_configs import from_awq, from_gptq
 from tools.write_fp8 import write_fp8
 from tools.write_int4 import write_int4
 

@@ -15,10 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from threads import in_threads
 
-from nanovllm.distributed.group import TPGroup
-from nanovllm.distributed.peer_memory import PeerMemory, PendingSum
 from nanovllm.kernels.activation import Activation, silu_and_mul
-from nanovllm.kernels.all_reduce import EMPTY, TURNS
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -29,6 +26,9 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.stream import HalvedStream, NoNorm, RMSNorm, Step, Stream
 from nanovllm.layers.weights import WeightLayer, allocate, finish_loading, weight_slots
+from nanovllm.parallel.group import TPGroup
+from nanovllm.parallel.kernels.all_reduce import EMPTY, TURNS
+from nanovllm.parallel.peer_memory import PeerMemory, PendingSum
 from nanovllm.quantization.base import Kind, LinearMethod, Normed, WeightOptions
 from nanovllm.quantization.unquantized import QuantConfig, UnquantizedLinearMethod
 

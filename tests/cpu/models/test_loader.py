@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 
 from nanovllm.attention.backends import ReferenceBackend
-from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ModelLoadError
 from nanovllm.layers.weights import allocate, finish_loading, weight_slots
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import init_dummy_weights, load_weights
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions
 
 Tensors = dict[str, torch.Tensor]

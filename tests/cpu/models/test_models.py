@@ -18,11 +18,10 @@ from tiny_models import (
     write_tiny_model,
 )
 
-from nanovllm import isa
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.attention.base import PrefillRanges, StepMetadata
+from nanovllm.cpu import isa
 from nanovllm.device import Device
-from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.startup import resolve_max_model_len
 from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.weights import allocate
@@ -30,6 +29,7 @@ from nanovllm.models.config import NEUTRAL, ModelFamily
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import get_family, load_model_config, register_model, supported_architectures
 from nanovllm.models.weights import load_weights
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions
 
 PROMPT = [5, 93, 17, 2, 60, 60, 31, 8, 44, 71, 12]

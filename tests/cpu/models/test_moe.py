@@ -31,16 +31,16 @@ from tiny_models import (
 )
 
 from nanovllm import LLM, ModelLoadError, SamplingParams
-from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.expert_tiles import ExpertMLP, max_tiles
-from nanovllm.kernels.grouped_matmul import choose_experts
-from nanovllm.kernels.routing import Routing
-from nanovllm.layers.moe import MoESpec
 from nanovllm.models.registry import get_family, load_model_config
 from nanovllm.models.weights import weight_bytes
+from nanovllm.moe.experts import UnquantizedExpertsMethod
+from nanovllm.moe.kernels.grouped_matmul import choose_experts
+from nanovllm.moe.kernels.routing import Routing
+from nanovllm.moe.kernels.tiles import ExpertMLP, max_tiles
+from nanovllm.moe.layers import MoESpec
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import Normed
-from nanovllm.quantization.experts import UnquantizedExpertsMethod
 
 interpreted = pytest.mark.skipif(
     not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases"
@@ -158,7 +158,7 @@ def test_padding_of_graphs_goes_nowhere(moe: Path, prompts: list, expected: list
 @interpreted
 def test_deterministic(moe: Path, prompts: list, expected: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels compute every product of experts."""
-    monkeypatch.setattr("nanovllm.quantization.experts.experts_reference", None)
+    monkeypatch.setattr("nanovllm.moe.experts.experts_reference", None)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     with make_tiny(moe, deterministic=True, kvcache_block_size=16, max_num_batched_tokens=23) as llm:
         outputs = llm.generate(prompts[2:4], params, use_tqdm=False)

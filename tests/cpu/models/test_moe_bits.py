@@ -12,9 +12,10 @@ import torch
 from test_models import forward, load
 from tiny_models import write_tiny_model
 
-from nanovllm import LLM, SamplingParams, isa
-from nanovllm.kernels import experts_reference
-from nanovllm.kernels.cpu import experts as cpu_experts
+from nanovllm import LLM, SamplingParams
+from nanovllm.cpu import isa
+from nanovllm.cpu.kernels import experts as cpu_experts
+from nanovllm.moe.kernels import reference as experts_reference
 
 
 @pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")

@@ -19,10 +19,10 @@ from test_models import PROMPT, forward, load
 from tiny_models import edit_json, write_tiny_model
 
 from nanovllm import ModelLoadError
-from nanovllm.kernels.fp8 import FP8
+from nanovllm.formats.fp8.kernels.values import FP8
+from nanovllm.formats.int4.configs import from_awq, from_gptq
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights
-from nanovllm.quantization.int4_configs import from_awq, from_gptq
 from nanovllm.quantization.names import FileNames
 from tools.write_fp8 import write_fp8
 from tools.write_int4 import write_int4

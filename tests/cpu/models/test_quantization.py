@@ -13,7 +13,7 @@ from test_models import PROMPT, forward, load
 from tiny_models import edit_json, write_tiny_model
 from torch import nn
 
-from nanovllm import isa
+from nanovllm.cpu import isa
 from nanovllm.models.weights import init_dummy_weights, load_weights
 from nanovllm.quantization.base import Kind, LinearMethod, WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.registry import QUANTIZATIONS

@@ -16,7 +16,7 @@ from nanovllm import LLM, ModelLoadError
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine import startup
-from nanovllm.workers import worker
+from nanovllm.parallel import worker
 from tools.write_fp8 import write_fp8
 from tools.write_int4 import write_int4
 

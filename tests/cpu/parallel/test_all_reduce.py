@@ -11,8 +11,8 @@ import pytest
 import torch
 from copying_ranks import CopyingDevice, make_copying_ranks, run_late_ranks
 
-from nanovllm.distributed.peer_memory import PeerCopies, PendingSum
-from nanovllm.kernels.all_reduce import (
+from nanovllm.kernels.compat import INTERPRET
+from nanovllm.parallel.kernels.all_reduce import (
     EMPTY,
     EMPTY_BY_SIZE,
     TURNS,
@@ -22,14 +22,14 @@ from nanovllm.kernels.all_reduce import (
     all_reduce_reference,
     all_reduce_triton,
 )
-from nanovllm.kernels.compat import INTERPRET
-from nanovllm.kernels.copied_sum import (
+from nanovllm.parallel.kernels.copied_sum import (
     CALLS,
     Arrival,
     await_copies_triton,
     copied_sum_add_rms_norm_reference,
     copied_sum_add_rms_norm_triton,
 )
+from nanovllm.parallel.peer_memory import PeerCopies, PendingSum
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="tests/gpu runs the compiled kernel")
 SPARE_ROWS = 3

@@ -31,7 +31,7 @@ from nanovllm import (
 )
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import StepStats
-from nanovllm.replicas import pool
+from nanovllm.parallel.replicas import pool
 
 TINY: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
 

@@ -25,9 +25,9 @@ from leftovers import SHARED_MEMORY, listening_addresses, listening_ports, wait_
 
 from nanovllm import SamplingParams, WorkerError
 from nanovllm.device import Device
-from nanovllm.distributed import rendezvous
-from nanovllm.distributed.group import TPGroup
-from nanovllm.distributed.peer_memory import PendingSum
+from nanovllm.parallel import rendezvous
+from nanovllm.parallel.group import TPGroup
+from nanovllm.parallel.peer_memory import PendingSum
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LOOPBACK = ("127.", "::1")
@@ -110,7 +110,7 @@ def test_a_failed_engine_is_freed_at_once(model: Path) -> None:
 
 KILLED = """
 import os, signal
-from nanovllm.workers.worker import RankSetup
+from nanovllm.parallel.worker import RankSetup
 def killed(self, device, rendezvous):
     print(rendezvous.folder, os.stat(rendezvous.folder).st_mode & 0o777, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

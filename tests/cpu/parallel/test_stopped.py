@@ -25,15 +25,15 @@ from safetensors.torch import load_file
 from nanovllm import LLM, EngineClosedError, SamplingParams, WorkerError
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.distributed.group import TPGroup
 from nanovllm.engine import core
 from nanovllm.layers.weights import weight_slots
-from nanovllm.replicas import pool
-from nanovllm.replicas.replica import Replica
+from nanovllm.parallel import ranks, watch
+from nanovllm.parallel.group import TPGroup
+from nanovllm.parallel.ranks import Ranks
+from nanovllm.parallel.replicas import pool
+from nanovllm.parallel.replicas.replica import Replica
+from nanovllm.parallel.watch import Watch, is_stopped
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.workers import ranks, watch
-from nanovllm.workers.ranks import Ranks
-from nanovllm.workers.watch import Watch, is_stopped
 
 LIMIT = 0.3  # seconds, once a process is stopped
 HANG = 120  # a test that takes longer than this hangs

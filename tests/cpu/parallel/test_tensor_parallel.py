@@ -27,13 +27,13 @@ from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams, WorkerError, demo_model_path
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.distributed.group import TPGroup
 from nanovllm.engine import core
 from nanovllm.layers.stream import HalvedStream
+from nanovllm.parallel import channel, ranks
+from nanovllm.parallel.group import TPGroup
 from nanovllm.runner.inputs import OVERLAP_RANKS, OVERLAP_TOKENS
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.workers import channel, ranks
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 

@@ -18,15 +18,15 @@ import torch
 
 import bench
 import nanovllm
-from nanovllm import isa
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.batch import StepKind
+from nanovllm.cpu import isa
+from nanovllm.formats.fp8.loading import Stored
+from nanovllm.formats.fp8.method import Fp8Config
+from nanovllm.formats.mxfp4.method import Mxfp4Config
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.layers.moe import MoESpec
 from nanovllm.models.registry import load_model_config
-from nanovllm.quantization.fp8 import Fp8Config
-from nanovllm.quantization.fp8_loading import Stored
-from nanovllm.quantization.mxfp4 import Mxfp4Config
+from nanovllm.moe.layers import MoESpec
 from nanovllm.quantization.unquantized import QuantConfig
 from tools import measure_device
 from tools.benchmark import roofline

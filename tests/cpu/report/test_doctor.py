@@ -10,7 +10,8 @@ import huggingface_hub
 import pytest
 from tiny_models import edit_json, write_tiny_model
 
-from nanovllm import demo_model_path, isa
+from nanovllm import demo_model_path
+from nanovllm.cpu import isa
 from nanovllm.device import Device
 from nanovllm.jobs.main import main
 from nanovllm.models import weights

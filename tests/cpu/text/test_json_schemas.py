@@ -17,8 +17,8 @@ from pydantic import BaseModel, SecretStr
 from transformers import AutoTokenizer
 
 from nanovllm import StructuredOutputsParams, demo_model_path
-from nanovllm.text.json_schemas import warn_once
-from nanovllm.text.structured import GrammarCompiler
+from nanovllm.extras.json_schemas import warn_once
+from nanovllm.extras.structured import GrammarCompiler
 
 TOKENIZER = AutoTokenizer.from_pretrained(demo_model_path())
 COMPILER = GrammarCompiler(TOKENIZER, len(TOKENIZER), [TOKENIZER.eos_token_id])

@@ -19,11 +19,11 @@ from transformers import AutoTokenizer
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.engine.requests import make_rules
 from nanovllm.errors import raise_first
-from nanovllm.plan.token_rules import RuledRow, restrict_all
+from nanovllm.extras.structured import CACHE_SIZE, COPIES, ORIGINALS, Constraint, GrammarCompiler
+from nanovllm.extras.token_rules import RuledRow, restrict_all
 from nanovllm.text import processor as processor_module
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Request, parse_prompts, parse_sampling_params
-from nanovllm.text.structured import CACHE_SIZE, COPIES, ORIGINALS, Constraint, GrammarCompiler
 
 TOKENIZER = AutoTokenizer.from_pretrained(demo_model_path())
 V = 540  # more logits than tokens, like models with padded embeddings

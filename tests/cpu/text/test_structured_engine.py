@@ -15,9 +15,9 @@ from checked_llm import CheckedLLM
 from random_schemas import random_schema
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model_path
+from nanovllm.extras.structured import endless_rule
+from nanovllm.extras.structured_outputs import show
 from nanovllm.outputs import RequestOutput
-from nanovllm.structured_outputs import show
-from nanovllm.text.structured import endless_rule
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ahead": {},

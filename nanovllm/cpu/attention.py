@@ -1,0 +1,51 @@
+"""The attention backend of CPUs with kernels of ours: decode and prefill over the paged cache in place."""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.attention.base import FEATURES, AttentionBackend, AttentionMetadata, AttentionSpec
+from nanovllm.cpu import isa
+from nanovllm.device import Device
+from nanovllm.kernels.compat import cpu_kernel
+from nanovllm.kernels.paged import KVCache, Variant
+
+
+class CPUBackend(AttentionBackend):
+    """In decode it only launches kernels, so that a step can be recorded."""
+
+    name = "cpu"
+    block_size_multiple = 1
+    default_block_size = 64
+    head_dims = range(8, 513, 8)
+    features = frozenset(FEATURES)
+    heads_first = True
+
+    @classmethod
+    def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+        if device.is_cuda:
+            return f"it needs a CPU, and the device is {device.torch}"
+        if not isa.has_kernels():
+            return isa.HINT
+        if cache_dtype != dtype:
+            return f"it does not support a KV cache of {cache_dtype}"
+        return None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        variant = Variant(spec.window, spec.softcap, sinks)
+        places = q, cache, meta.block_tables
+        if meta.prefill is None:
+            attend = cpu_kernel("decode_attention.paged_decode_attention")
+            done: torch.Tensor = attend(*places, meta.context_lens, meta.max_seqlen_k, spec.scale, variant)
+            return done
+        attend = cpu_kernel("prefill_attention.paged_prefill_attention")
+        lens = meta.prefill.cu_seqlens_q, meta.context_lens, meta.prefill.max_seqlen_q
+        done = attend(*places, *lens, spec.scale, variant)
+        return done

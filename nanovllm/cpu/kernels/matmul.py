@@ -1,0 +1,279 @@
+"""Products with a packed weight on a CPU: x @ weight^T, with a bias and a residual, and rows of a weight.
+
+A weight [N, K] is packed into blocks of 64 columns of the product: [blocks, K, 64], and in bfloat16
+[blocks, K / 2, 64, 2], as instructions for dot products of pairs read it. The last block is filled with 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.cpu import isa
+from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel, empty, scratch
+from nanovllm.cpu.kernels.team import team
+from nanovllm.kernels.kinds import Kinds
+
+_COLUMNS = 64
+_DEPTH = Kinds("dtype of packed weights", {"float32": 1, "bfloat16": 2, "float16": 1})  # neighbours along K
+_CHUNK = 96  # rows of a program: they stay in the cache while the blocks of the weight go by
+
+
+def packed_shape(shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of a packed weight [N, K]; in bfloat16 K must be even."""
+    depth = _DEPTH[DTYPES[dtype]]
+    whole = -(-shape[0] // _COLUMNS), shape[1] // depth, _COLUMNS
+    return (*whole, depth) if depth > 1 else whole
+
+
+def rows_of_packed(packed: torch.Tensor) -> torch.Tensor:
+    """A view of a packed weight: [blocks, 64, K], or in bfloat16 [blocks, 64, K / 2, 2]."""
+    return packed.transpose(1, 2)
+
+
+def copy_rows(packed: torch.Tensor, source: torch.Tensor, row: int, column: int) -> None:
+    """Copy source [n, k] to rows row .. row + n and columns column .. column + k of the weight [N, K]."""
+    view = rows_of_packed(packed)
+    pairs = view.dim() == 4
+    if pairs and (column % 2 or source.shape[1] % 2):
+        whole = unpacked(packed)  # pairs are cut: never in the shapes of models
+        whole[row : row + len(source), column : column + source.shape[1]] = source.to(whole.dtype)
+        copy_rows(packed, whole, 0, 0)
+        return
+    if pairs:
+        source = source.unflatten(1, (-1, 2))
+        view = view[:, :, column // 2 : column // 2 + source.shape[1]]
+    else:
+        view = view[:, :, column : column + source.shape[1]]
+    done, end = 0, len(source)
+    while done < end:
+        block, first = divmod(row + done, _COLUMNS)
+        if first == 0 and end - done >= _COLUMNS:
+            blocks = (end - done) // _COLUMNS
+            part = source[done : done + blocks * _COLUMNS]
+            view[block : block + blocks].copy_(part.unflatten(0, (blocks, _COLUMNS)))
+            done += blocks * _COLUMNS
+        else:
+            count = min(_COLUMNS - first, end - done)
+            view[block, first : first + count].copy_(source[done : done + count])
+            done += count
+
+
+def unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """The weight [blocks * 64, K] of a packed one, as a new tensor."""
+    view = rows_of_packed(packed)
+    return view.flatten(2).flatten(0, 1) if view.dim() == 4 else view.flatten(0, 1)
+
+
+class PackedWeight(NamedTuple):
+    """A packed weight, and how many rows [N] it has."""
+
+    data: torch.Tensor
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """The weights [N, K] of E experts, each packed by itself: data [E, ...]."""
+
+    data: torch.Tensor
+    n: int
+    k: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.data), self.n, self.k
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, expert: int) -> PackedWeight:
+        """The weight of an expert, in the same memory."""
+        return PackedWeight(self.data[expert], self.n)
+
+    def dense(self) -> torch.Tensor:
+        """The weights [E, N, K], a new tensor."""
+        return torch.stack([unpacked(each)[: self.n] for each in self.data])
+
+
+def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
+    from numba import njit
+
+    from nanovllm.cpu.kernels import vectors as v
+    from nanovllm.cpu.kernels.tiles import groups_of, make_tile, most_rows
+
+    load, store = v.WHOLE[result]
+    load_part, store_part = v.PART[result]
+    size, add, load_f32 = v.SIZES[result], v.add, v.load_f32
+    most, chunk, columns = most_rows(), _CHUNK, _COLUMNS
+    x_size, steps_of = v.SIZES[activation], _DEPTH[weight]
+    group_bytes = 16 * v.SIZES[weight] * steps_of
+    block_bytes = columns * v.SIZES[weight]
+    lines = ["def tiles(rows, sums, x, x_stride, w, ahead, steps):"]
+    scope: dict[str, Any] = {}
+    for rows in range(1, most + 1):
+        groups = groups_of(rows)
+        scope[f"tile{rows}"] = make_tile(rows, groups, activation, weight)
+        lines.append(f"    {'if' if rows == 1 else 'elif'} rows == {rows}:")
+        lines += [
+            f"        tile{rows}(sums + {64 * group}, x, x_stride, w + {group_bytes * group}, ahead, steps)"
+            for group in range(0, 4, groups)
+        ]
+    exec("\n".join(lines), scope)
+    tiles = njit(nogil=True, error_model="numpy")(scope["tiles"])
+
+    def matmul(
+        x: Address,
+        packed: Address,
+        bias: Address,
+        residual: Address,
+        out: Address,
+        memory: Address,
+        rows: int,
+        n: int,
+        k: int,
+        x_stride: int,
+        residual_stride: int,
+        blocks: int,
+        threads: int,
+        program: int,
+        thread: int,
+    ) -> None:
+        first, block = program // blocks * chunk, program % blocks
+        last = min(first + chunk, rows)
+        sums = memory + thread * most * columns * 4
+        start, steps = packed + block * block_bytes * k, k // steps_of
+        column = block * columns
+        width = min(columns, n - column)
+        # While the first rows are multiplied, the block that this thread reads next comes into its cache, by
+        # halves.
+        ahead = start + threads * block_bytes * k if block + threads < blocks and last - first > most else 0
+        half = block_bytes * k // 2
+        row = first
+        while row < last:
+            count = -(-(last - row) // -(-(last - row) // most))  # tiles as even as possible
+            tiles(count, sums, x + row * x_stride * x_size, x_stride * x_size, start, ahead or start, steps)
+            ahead = ahead + half if ahead and row == first else 0
+            for each in range(count):
+                target = out + ((row + each) * n + column) * size
+                other = residual + ((row + each) * residual_stride + column) * size
+                own = sums + each * columns * 4
+                for group in range((width + 15) // 16):
+                    rest = width - 16 * group
+                    value = load_f32(own + 64 * group)
+                    place = 16 * group * size
+                    if rest >= 16:
+                        if bias:
+                            value = add(value, load(bias + column * size + place))
+                        if residual:
+                            value = add(value, load(other + place))
+                        store(target + place, value)
+                    else:
+                        if bias:
+                            value = add(value, load_part(bias + column * size + place, rest))
+                        if residual:
+                            value = add(value, load_part(other + place, rest))
+                        store_part(target + place, value, rest)
+            row += count
+
+    return matmul
+
+
+def _make_widen(dtype: str) -> Callable[..., None]:
+    from nanovllm.cpu.kernels import vectors as v
+
+    load, load_part, store, store_part = (
+        v.WHOLE[dtype][0],
+        v.PART[dtype][0],
+        v.store_f32,
+        v.store_f32_part,
+    )
+    size = v.SIZES[dtype]
+
+    def widen(x: Address, out: Address, n: int, stride: int, program: int, thread: int) -> None:
+        x += program * stride * size
+        out += program * n * 4
+        for i in range(n // 16):
+            store(out + 64 * i, load(x + 16 * size * i))
+        if n % 16:
+            done = n // 16 * 16
+            store_part(out + 4 * done, load_part(x + size * done, n % 16), n % 16)
+
+    return widen
+
+
+def _make_embed(weight: str, result: str) -> Callable[..., None]:
+    from nanovllm.cpu.kernels import vectors as v
+
+    get_i64 = v.get_i64
+    get = v.GET[weight]
+    put = {"float32": v.set_f32, "bfloat16": v.set_bf16, "float16": v.set_f16}[result]
+    size, out_size, columns, pairs = v.SIZES[weight], v.SIZES[result], _COLUMNS, _DEPTH[weight] > 1
+
+    def embed(ids: Address, packed: Address, out: Address, k: int, program: int, thread: int) -> None:
+        token = get_i64(ids + 8 * program)
+        place = packed + (token // columns * k * columns + token % columns * (2 if pairs else 1)) * size
+        out += program * k * out_size
+        if pairs:
+            for pair in range(k // 2):
+                put(out + 2 * out_size * pair, get(place + 2 * columns * size * pair))
+                put(out + 2 * out_size * pair + out_size, get(place + 2 * columns * size * pair + size))
+        else:
+            for index in range(k):
+                put(out + out_size * index, get(place + columns * size * index))
+
+    return embed
+
+
+_KERNEL, _WIDEN, _EMBED = Kernel(_make), Kernel(_make_widen), Kernel(_make_embed)
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """x [T, K] in float32."""
+    if x.dtype == torch.float32:
+        return x
+    out = empty(x.shape, torch.float32)
+    _WIDEN.launch((DTYPES[x.dtype],), len(x), x, out, x.shape[1], x.stride(0))
+    return out
+
+
+def matmul(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    n: int,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [T, K] @ weight^T + bias [N] + residual [T, N] -> [T, N] in x's dtype, rounded once.
+
+    packed: a weight [n or more, K], see this module's text, in any dtype of DTYPES. x: contiguous rows. Sums
+    are float32. On CPUs with AVX512_BF16 bfloat16 times bfloat16 is summed in pairs.
+    """
+    rows, k = x.shape
+    out = empty((rows, n), x.dtype)
+    dots = x.dtype == packed.dtype == torch.bfloat16 and isa.has_bf16()
+    y = x if dots else widened(x)
+    variant = "bfloat16" if dots else "float32", DTYPES[packed.dtype], DTYPES[x.dtype]
+    blocks = -(-n // _COLUMNS)
+    memory = scratch(6 * _COLUMNS * 4)
+    other = 0 if residual is None else residual.stride(0)
+    programs = blocks * -(-rows // _CHUNK)
+    tensors = y, packed, bias, residual, out, memory
+    _KERNEL.launch(variant, programs, *tensors, rows, n, k, y.stride(0), other, blocks, team().size)
+    return out
+
+
+def expert_linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """`matmul` with the weight of an expert."""
+    return matmul(x, *weight)
+
+
+def embed(ids: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows `ids` [T] int64 of a packed weight [N, K] -> [T, K] in `dtype`."""
+    k = packed.shape[1] * (2 if packed.dim() == 4 else 1)
+    out = empty((len(ids), k), dtype)
+    _EMBED.launch((DTYPES[packed.dtype], DTYPES[dtype]), len(ids), ids, packed, out, k)
+    return out

@@ -1,0 +1,107 @@
+"""RecordedSteps: decode steps on a CPU, recorded at the first step of each number of rows and then replayed:
+what `CUDAGraphs` is on a GPU.
+
+A step can be recorded if it computes with kernels alone; this module finds out. Knows no batch and no model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanovllm.cpu.kernels.recording import Arena, Recording
+from nanovllm.cpu.kernels.team import team
+
+logger = logging.getLogger("nanovllm")
+
+_MOST = 64  # recordings
+_MAKES_MEMORY = {
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "detach",
+}
+
+
+class _NotRecordableError(Exception):
+    """A step calls this operation of torch, which a recording would not repeat."""
+
+
+class _OnlyKernels(TorchDispatchMode):
+    """Within it, operations of torch that compute raise `_NotRecordableError` before they run."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import it: seconds
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in _MAKES_MEMORY and not func.is_view:
+            raise _NotRecordableError(name)
+        result = func(*args, **(kwargs or {}))
+        if name not in _MAKES_MEMORY and not _is_view(result, args[0]):  # a reshape that copies, for example
+            raise _NotRecordableError(name)
+        return result
+
+
+def _is_view(result: Any, source: torch.Tensor) -> bool:
+    each = result if isinstance(result, torch.Tensor) else next(iter(result), source)
+    return each.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+
+
+class RecordedSteps:
+    """Recordings by key and number of rows, of steps with the same input tensors; all share their memory."""
+
+    def __init__(self) -> None:
+        self.reason = ""  # the operation for which no step can be recorded
+        self._forget()
+
+    def _forget(self) -> None:
+        self._arena = Arena()
+        self._recordings: dict[object, Recording] = {}  # the one that was used last is at the end
+        self._threads = team().size
+
+    def clear(self) -> None:
+        """Forget all recordings: addresses of weights or of the KV cache change."""
+        self.reason = ""
+        self._forget()
+
+    @property
+    def usable(self) -> bool:
+        return not self.reason
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def run(self, key: object, make_step: Callable[[], Callable[[], Any]]) -> Any:
+        """The output of the step: of the recording `key`, or of the step that `make_step` makes, which is
+        recorded. Valid until the next run. None if it cannot be recorded; then it has stored no token.
+        """
+        if self._threads != team().size:  # scratch memory is for this number of threads
+            self._forget()
+        found = self._recordings.pop(key, None)
+        if found is not None:
+            self._recordings[key] = found
+            return found.replay()
+        step = make_step()
+        while len(self._recordings) >= _MOST:
+            del self._recordings[next(iter(self._recordings))]
+        try:
+            with _OnlyKernels():
+                found = Recording.record(step, self._arena)
+        except _NotRecordableError as error:
+            self.reason = str(error)
+            self._forget()
+            logger.info("steps are not recorded, because they call torch's %s", self.reason)
+            return None
+        self._recordings[key] = found
+        return found.result

@@ -1,0 +1,57 @@
+"""PoolingParams: vLLM's parameters of an embedding, for `LLM.embed`. Computes nothing."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, fields
+
+from nanovllm.checks import check_int
+from nanovllm.extras.structured_outputs import check_bool
+from nanovllm.vllm.arguments import POOLING, refuse_absent
+
+
+@dataclass(init=False)
+class PoolingParams:
+    """What becomes of a prompt's hidden state. All fields are keyword arguments.
+
+    dimensions: keep the first values of the embedding, at most as many as it has. Only models that were
+    trained for it (Matryoshka) give good embeddings then.
+    use_activation: scale the embedding to Euclidean length 1, after `dimensions`; None takes `normalize` of
+    `LLM.embed`. normalize: the same, in older versions of vLLM.
+    others: vLLM's further fields, with neutral values.
+
+    TypeError or ValueError for anything else.
+    """
+
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
+
+    def __init__(
+        self,
+        *,
+        dimensions: int | None = None,
+        use_activation: bool | None = None,
+        normalize: bool | None = None,
+        **others: object,
+    ) -> None:
+        refuse_absent("PoolingParams()", others, POOLING, [field.name for field in fields(self)])
+        if dimensions is not None:
+            dimensions = check_int("dimensions", dimensions, 1, "None or an integer of at least 1")
+        for name, value in (("use_activation", use_activation), ("normalize", normalize)):
+            if value is not None:
+                check_bool(name, value)
+        if None not in (use_activation, normalize) and use_activation != normalize:
+            raise ValueError(
+                f"use_activation={use_activation} and normalize={normalize} are one parameter; "
+                "pass one of them"
+            )
+        self.dimensions, self.use_activation, self.normalize = dimensions, use_activation, normalize
+
+    def normalizes(self, default: bool) -> bool:
+        """Whether the embedding is scaled to length 1."""
+        return next((each for each in (self.use_activation, self.normalize) if each is not None), default)
+
+    def clone(self) -> PoolingParams:
+        """A copy."""
+        return copy(self)

@@ -1,0 +1,165 @@
+"""gpt-oss: attention with sinks, windows in every other layer, and experts with biases and a clamped SwiGLU.
+
+Its checkpoints hold the experts of a layer as one tensor, in MXFP4 or in floats; here each part of an expert
+gets a name of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from nanovllm.families.qwen3_moe import MoEFamily
+from nanovllm.formats.mxfp4.method import Mxfp4Config
+from nanovllm.kernels.activation import Activation
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.hf_config import HFConfig, layer_kinds
+from nanovllm.moe.layers import MoESpec
+from nanovllm.quantization.base import WeightSource
+from nanovllm.quantization.unquantized import QuantConfig
+
+_FIXED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"}  # the kernels' constants
+# What a checkpoint's tensor of all experts becomes, and its dimensions.
+_PARAMS = {"": ("weight", 3), "_blocks": ("blocks", 4), "_scales": ("scales", 3), "_bias": ("bias", 2)}
+
+
+class _Part:
+    """An expert's part of a tensor in a file, as `_part` describes it; indexing reads only a range of it."""
+
+    def __init__(self, source: Any, expert: int, first: int | None, transposed: bool) -> None:
+        self._source, self._expert, self._first, self._transposed = source, expert, first, transposed
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._source.get_shape()[1:]
+        if self._transposed:
+            shape.reverse()
+        return shape if self._first is None else [len(range(self._first, shape[0], 2)), *shape[1:]]
+
+    def get_dtype(self) -> str:
+        dtype: str = self._source.get_dtype()
+        return dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """index: slices without steps, or ... for all."""
+        parts = () if index is ... else index if isinstance(index, tuple) else (index,)
+        shape = self.get_shape()
+        whole = [slice(None)] * (len(shape) - len(parts))
+        bounds = [each.indices(size)[:2] for each, size in zip((*parts, *whole), shape, strict=True)]
+        (start, stop), *others = bounds
+        step = 1 if self._first is None else 2
+        read = [(step * start, step * stop), *others]
+        read = read[::-1] if self._transposed else read
+        part = self._source[(self._expert, *(slice(*each) for each in read))]
+        return _arranged(part, self._first, self._transposed)
+
+
+def _arranged(tensor: torch.Tensor, first: int | None, transposed: bool) -> torch.Tensor:
+    tensor = tensor.T if transposed else tensor
+    return tensor if first is None else tensor[first::2]
+
+
+def _part(source: WeightSource, expert: int, first: int | None, transposed: bool) -> WeightSource:
+    """An expert's part of a tensor of all experts; nothing of a file is read yet.
+
+    first: it has every other row, from this one on; None: all rows. transposed: rows are columns there.
+    """
+    if isinstance(source, torch.Tensor):
+        return _arranged(source[expert], first, transposed)
+    return _Part(source, expert, first, transposed)
+
+
+class GptOssSpec(MoESpec):
+    """Gate and up are every other row of one tensor; weights in floats are transposed."""
+
+    def checkpoint_tensors(self, name: str, tensor: WeightSource) -> list[tuple[str, WeightSource]]:
+        module, _, last = name.rpartition(".")
+        both = last.startswith("gate_up_proj")
+        suffix = last.removeprefix("gate_up_proj").removeprefix("down_proj")
+        param, dims = _PARAMS.get(suffix, ("", 0))
+        shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape()
+        fits = len(shape) == dims and shape[0] <= self.num_experts
+        if not module.endswith(".experts") or not fits or suffix == last:
+            return [(name, tensor)]
+        parts: dict[str, int | None] = {"gate_proj": 0, "up_proj": 1} if both else {"down_proj": None}
+        return [
+            (f"{module}.{index}.{part}.{param}", _part(tensor, index, first, param == "weight"))
+            for index in range(shape[0])
+            for part, first in parts.items()
+        ]
+
+
+@dataclass(frozen=True)
+class _GptOss(MoEFamily):
+    def read_moe(self, hf: HFConfig) -> MoESpec:
+        return GptOssSpec(
+            num_experts=hf.integer("num_experts"),
+            top_k=hf.integer("num_experts_per_tok"),
+            width=hf.integer("intermediate_size"),
+            activation=Activation.CLAMPED,
+            bias=True,
+            router="router",
+        )
+
+    def read(self, hf: HFConfig) -> ModelConfig:
+        for key, supported in _FIXED.items():
+            if (stated := hf.get(key, supported)) != supported:
+                raise ValueError(
+                    f"config.json: {key} {stated!r} is not supported; supported: {supported!r}, as in gpt-oss"
+                )
+        config = super().read(hf)
+        return replace(
+            config,
+            attention=tuple(replace(spec, sinks=True) for spec in config.attention),
+            dtype=config.dtype
+            if hf.get("dtype")
+            else "bfloat16",  # of the original checkpoints, which do not say it
+        )
+
+    def model_config(
+        self,
+        architecture: str,
+        raw: Mapping[str, Any],
+        generation: Mapping[str, Any] | None = None,
+        quantization: str | None = None,
+        overrides: Mapping[str, Any] = MappingProxyType({}),
+    ) -> ModelConfig:
+        config = super().model_config(architecture, raw, generation, quantization, overrides)
+        if type(config.quant) not in (QuantConfig, Mxfp4Config):
+            method = quantization or {**raw, **overrides}["quantization_config"]["quant_method"]
+            raise ValueError(
+                f"quantization {method!r} is not supported in {architecture}, whose experts have biases and "
+                "a SwiGLU of their own; use its MXFP4, bfloat16 or float16 checkpoint, without quantization"
+            )
+        return config
+
+
+GPT_OSS = _GptOss(
+    defaults={
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_experts_per_tok": 4,
+        "num_experts": 128,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0},
+            **{"truncate": False, "original_max_position_embeddings": 4096},
+        },
+    },
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    kinds=lambda hf: layer_kinds(hf, lambda layer: layer % 2 == 0),
+)

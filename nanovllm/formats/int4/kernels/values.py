@@ -1,0 +1,309 @@
+"""Weights of 4 bits become floats: in the registers of a kernel that multiplies them, or as a whole matrix.
+
+Two neighbours share a register, and each step is one instruction for both. Owns no weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nanovllm.formats.int4.kernels.layout import (
+    BLOCK,
+    SIGN_BITS,
+    SIZE_BITS,
+    SUB,
+    Int4Experts,
+    Int4Weight,
+    dequantise_reference,
+)
+from nanovllm.kernels.compat import HAS_TRITON, INTERPRETED, await_inputs, by_device, jit, pdl_options, tl
+from nanovllm.kernels.kinds import Kinds
+
+# The constants of kernels, by name: without Triton there are none.
+_DTYPES = Kinds("dtype of 4 bits", {torch.bfloat16: "bfloat16", torch.float16: "float16"})
+
+
+def _text(asm: str) -> Any:
+    return tl.constexpr(asm) if HAS_TRITON else asm
+
+
+def _asm(shift: int, base: int, one: int, kind: str) -> Any:
+    """Two codes of 4 bits at `shift`, as floats without their zero points: exact. Each code becomes the last
+    bits of a float `base`; $2 is -(base + zero point)."""
+    return _text(f"""{{
+        .reg .b32 code, one;
+        shr.b32 code, $1, {shift};
+        lop3.b32 code, code, 0x000F000F, {base | base << 16:#x}, 0xEA;
+        mov.b32 one, {one | one << 16:#x};
+        fma.rn.{kind}x2 $0, code, one, $2;
+    }}""")
+
+
+_BF16_0, _BF16_1, _BF16_2, _BF16_3 = (_asm(shift, 0x4300, 0x3F80, "bf16") for shift in (0, 4, 8, 12))
+_F16_0, _F16_1, _F16_2, _F16_3 = (_asm(shift, 0x6400, 0x3C00, "f16") for shift in (0, 4, 8, 12))
+_BF16_MUL = _text("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }")
+_F16_MUL = _text("mul.rn.f16x2 $0, $1, $2;")
+
+
+def _asm_mxfp4(place: int) -> Any:
+    """Two values of MXFP4 as bfloat16. The bits of a code ($1) become the sign, and the last bits of the
+    exponent and the first of the fraction; byte `place` of the words of scales ($2, $3: the same) becomes
+    the exponent of the factor."""
+    sign, size = 15 - SIGN_BITS[place], 6 - SIZE_BITS[place]  # how far bits move to the left
+    code = f"shl.b32 code, $1, {size};" if size >= 0 else f"shr.b32 code, $1, {-size};"
+    if sign == size:
+        code += "and.b32 code, code, 0x81C081C0;"
+    else:
+        code += f"shl.b32 sign, $1, {sign}; and.b32 sign, sign, 0x80008000;"
+        code += "lop3.b32 code, code, 0x01C001C0, sign, 0xEA;"
+    return _text(f"""{{
+        .reg .b32 code, sign, scale, zero;
+        {code}
+        prmt.b32 scale, $2, 0, {place << 12 | place << 4 | 0x404:#x};
+        shr.b32 scale, scale, 1;
+        mov.b32 zero, 0x80008000;
+        fma.rn.bf16x2 $0, code, scale, zero;
+    }}""")
+
+
+_MXFP4_0, _MXFP4_1, _MXFP4_2, _MXFP4_3 = (_asm_mxfp4(place) for place in range(4))
+
+
+@jit()
+def _values(words: tl.tensor, zero: tl.tensor, J: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """Codes J of int16 `words` [..., SUB] minus zero points, exactly. zero [...]: -(base + zero point)."""
+    tl.static_assert(J >= 0 and J < 4, "a word has codes 0 to 3")
+    zero = tl.broadcast_to(tl.expand_dims(zero, -1), words.shape)
+    if INTERPRETED:
+        base: tl.constexpr = 128.0 * (tl.bfloat16 == DTYPE) + 1024.0 * (tl.float16 == DTYPE)
+        tl.static_assert(base > 0, "no code here for this DTYPE of 4 bits")
+        codes = ((words.to(tl.int32) >> (4 * J)) & 15).to(tl.float32)
+        values = (codes + base + zero.to(tl.float32)).to(DTYPE)
+    elif tl.bfloat16 == DTYPE:
+        if J == 0:
+            values = _two(_BF16_0, words, zero)
+        elif J == 1:
+            values = _two(_BF16_1, words, zero)
+        elif J == 2:
+            values = _two(_BF16_2, words, zero)
+        else:
+            values = _two(_BF16_3, words, zero)
+    elif tl.float16 == DTYPE:
+        if J == 0:
+            values = _two(_F16_0, words, zero)
+        elif J == 1:
+            values = _two(_F16_1, words, zero)
+        elif J == 2:
+            values = _two(_F16_2, words, zero)
+        else:
+            values = _two(_F16_3, words, zero)
+    else:
+        tl.static_assert(False, "no code here for this DTYPE of 4 bits")
+    return values
+
+
+@jit()
+def _mxfp4_values(words: tl.tensor, octets: tl.tensor, J: tl.constexpr) -> tl.tensor:
+    """Codes J of int16 `words` [..., SUB] times their scales, bytes J of `octets` [...], in bfloat16."""
+    tl.static_assert(J >= 0 and J < 4, "a word has codes 0 to 3")
+    octets = tl.broadcast_to(tl.expand_dims(octets, -1), words.shape)
+    if INTERPRETED:
+        bits = words.to(tl.int32)
+        sign: tl.constexpr = 12 if J == 1 else (15 if J == 0 else 11 + J)  # as SIGN_BITS and SIZE_BITS
+        start: tl.constexpr = 9 if J == 3 else 6 - 3 * J
+        fraction = ((bits >> start) & 1).to(tl.float32) * 0.5
+        exponent = (bits >> (start + 1)) & 3
+        size = tl.where(exponent == 0, fraction, (1.0 + fraction) * tl.exp2((exponent - 1).to(tl.float32)))
+        octet = (octets >> (8 * J)) & 255
+        size = tl.where(octet == 0, 0.0, size * tl.exp2((octet - 253).to(tl.float32)))
+        values = tl.where((bits >> sign) & 1 == 1, -size, size).to(tl.bfloat16)
+    elif J == 0:
+        values = _two_of_mxfp4(_MXFP4_0, words, octets)
+    elif J == 1:
+        values = _two_of_mxfp4(_MXFP4_1, words, octets)
+    elif J == 2:
+        values = _two_of_mxfp4(_MXFP4_2, words, octets)
+    else:
+        values = _two_of_mxfp4(_MXFP4_3, words, octets)
+    return values
+
+
+@jit()
+def _two_of_mxfp4(ASM: tl.constexpr, words: tl.tensor, octets: tl.tensor) -> tl.tensor:
+    """The instructions ASM on two neighbours at once, which share a register and a scale."""
+    return tl.inline_asm_elementwise(
+        ASM, "=r,r,r,r", [words, octets], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@jit()
+def _two(ASM: tl.constexpr, first: tl.tensor, second: tl.tensor) -> tl.tensor:
+    """The instructions ASM on two neighbours at once, which share a register."""
+    return tl.inline_asm_elementwise(ASM, "=r,r,r", [first, second], dtype=second.dtype, is_pure=True, pack=2)
+
+
+@jit()
+def _scaled(values: tl.tensor, scale: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """values [..., SUB] * scale [...], rounded to DTYPE."""
+    scale = tl.broadcast_to(tl.expand_dims(scale, -1), values.shape)
+    if INTERPRETED:
+        values = (values.to(tl.float32) * scale.to(tl.float32)).to(DTYPE)
+    elif tl.bfloat16 == DTYPE:
+        values = _two(_BF16_MUL, values, scale)
+    elif tl.float16 == DTYPE:
+        values = _two(_F16_MUL, values, scale)
+    else:
+        tl.static_assert(False, "no code here for this DTYPE of 4 bits")
+    return values
+
+
+@jit()
+def _zero_of(pair: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """The upper half of words of `Int4Weight.scales`: -(base + zero point)."""
+    return (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@jit()
+def _scale_of(pair: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """The lower half of words of `Int4Weight.scales`."""
+    return pair.to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@jit()
+def code_values(
+    words: tl.tensor, pair: tl.tensor, J: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr
+) -> tl.tensor:
+    """The values of codes J of `words` [..., SUB], whose words of scales are `pair` [...]."""
+    if GROUP == 0:  # MXFP4
+        values = _mxfp4_values(words, pair, J)
+    elif GROUP > 0:
+        values = _scaled(_values(words, _zero_of(pair, DTYPE), J, DTYPE), _scale_of(pair, DTYPE), DTYPE)
+    else:
+        tl.static_assert(False, "no code here for this GROUP of 4 bits")
+    return values
+
+
+@jit()
+def first_scale(block: tl.tensor, GROUP: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """The number of the words of scales that codes 0 of a block have; for GROUP 64 those of codes 2 follow,
+    for 32 those of all codes."""
+    tl.static_assert(GROUP == 0 or GROUP == 32 or GROUP == 64 or (GROUP > 0 and GROUP % BLOCK == 0))
+    return block if GROUP == 0 else block * BLOCK // GROUP  # 0: MXFP4
+
+
+@jit()
+def tile_values(
+    words: tl.tensor,
+    pair: tl.tensor,
+    pairs: tl.tensor,
+    block: tl.tensor,
+    N: tl.tensor,
+    GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUB: tl.constexpr,
+    inside: tl.tensor,
+) -> tl.tensor:
+    """The values [n, BLOCK] of a block of words [n, SUB]. pair: the words of its first scales, at `pairs`;
+    N: from a group to the next one."""
+    pair1 = pair
+    pair2 = pair
+    pair3 = pair
+    if GROUP == 64:
+        pair2 = tl.load(pairs + (2 * block + 1) * N, mask=inside, other=0)
+        pair3 = pair2
+    if GROUP == 32:
+        pair1 = tl.load(pairs + (4 * block + 1) * N, mask=inside, other=0)
+        pair2 = tl.load(pairs + (4 * block + 2) * N, mask=inside, other=0)
+        pair3 = tl.load(pairs + (4 * block + 3) * N, mask=inside, other=0)
+    first = code_values(words, pair, 0, GROUP, DTYPE)
+    second = code_values(words, pair1, 1, GROUP, DTYPE)
+    third = code_values(words, pair2, 2, GROUP, DTYPE)
+    fourth = code_values(words, pair3, 3, GROUP, DTYPE)
+    four = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return four.permute(0, 2, 3, 1).reshape(words.shape[0], BLOCK)
+
+
+@jit()
+def waited(total: tl.tensor) -> tl.tensor:
+    """`total`, but the compiler sees that it is read. Else it would unpack the next values while tensor cores
+    still read these from the same registers (Triton 3.6). Costs no instruction."""
+    if not INTERPRETED:
+        total = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [total], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return total
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """The constant of a kernel for `dtype`, float16 or bfloat16."""
+    return getattr(tl, _DTYPES[dtype])
+
+
+@jit()
+def _dequantise_kernel(
+    words_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    N: int,
+    K: int,
+    groups: int,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    BLOCK: tl.constexpr = BLOCK,
+    SUB: tl.constexpr = SUB,
+) -> None:
+    """One program per ROWS rows and BLOCK columns of each weight. groups: the rows of its scales."""
+    rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SUB)
+    block, weight = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    exists = (rows < N)[:, None]
+    word_ptrs = (
+        words_ptr + ((weight * tl.num_programs(1) + block) * N + rows)[:, None] * SUB + columns[None, :]
+    )
+    words = tl.load(word_ptrs, mask=exists, other=0)
+    await_inputs(USE_PDL)
+    pairs = scales_ptr + weight * groups * N + rows
+    pair = tl.load(pairs + first_scale(block, GROUP, BLOCK) * N, mask=rows < N, other=0)
+    values = tile_values(words, pair, pairs, block, N, GROUP, DTYPE, BLOCK, SUB, rows < N)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    out_ptrs = out_ptr + (weight * N + rows)[:, None] * K + columns[None, :]
+    tl.store(out_ptrs, values, mask=exists & (columns < K)[None, :])
+
+
+def _dequantised(words: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, group: int) -> torch.Tensor:
+    """Fill out [E, n, k]. words: [E, blocks, n, SUB], scales: [E, groups, n]."""
+    num, n, k = out.shape
+    _dequantise_kernel[(-(-n // 64), words.shape[1], num)](
+        words,
+        scales,
+        out,
+        n,
+        k,
+        scales.shape[1],
+        GROUP=group,
+        ROWS=64,
+        DTYPE=triton_dtype(out.dtype),
+        num_warps=4,
+        **pdl_options(words),
+    )
+    return out
+
+
+def dequantise_triton(words: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
+    """`dequantise` with Triton."""
+    out = torch.empty(1, weight.n, weight.k, dtype=dtype, device=words.device)
+    return _dequantised(words[None], weight.scales[None], out, weight.group)[0]
+
+
+def dequantise_experts(experts: Int4Experts) -> torch.Tensor:
+    """The weights of all experts, [E, n, k], with Triton."""
+    words = experts.words
+    out = torch.empty(experts.shape, dtype=experts.dtype, device=words.device)
+    return _dequantised(words, experts.scales, out, experts.group)
+
+
+dequantise = by_device(dequantise_triton, dequantise_reference)

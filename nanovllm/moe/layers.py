@@ -1,0 +1,176 @@
+"""MoE: a mixture of experts in place of an MLP. Owns the router; its experts' weights belong to their method.
+
+Each rank holds a part of the width of every expert, so the ranks route alike and sum as after an MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.activation import Activation
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.stream import Step
+from nanovllm.layers.weights import WeightLayer, split_evenly
+from nanovllm.moe.kernels.routing import Routing
+from nanovllm.moe.kernels.tiles import ExpertMLP
+from nanovllm.parallel.group import TPGroup
+from nanovllm.quantization.base import ExpertWeights, Normed, Product, WeightShard, WeightSource
+
+_MAX_EXPERTS = 4096
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """The experts of a model, and which of its layers have them."""
+
+    num_experts: int
+    top_k: int
+    width: int  # of an expert
+    normalised: bool = True  # the weights of a row's experts add up to 1
+    shared_width: int | None = None  # of the expert that every row goes to; None: there is none
+    step: int = 1  # every so many layers, the last of them has experts
+    dense: frozenset[int] = frozenset()  # other layers without experts
+    activation: Activation = Activation.SILU
+    bias: bool = False  # of the router and of the experts
+    block: str = "mlp"  # the names in a checkpoint
+    router: str = "gate"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def __post_init__(self) -> None:
+        if self.num_experts > _MAX_EXPERTS:
+            raise ValueError(f"config.json: {self.num_experts} experts are more than {_MAX_EXPERTS}")
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"config.json: num_experts_per_tok {self.top_k} is more than the {self.num_experts} experts"
+            )
+
+    @property
+    def largest(self) -> int:
+        """The width of all experts of a layer that are one weight."""
+        return max(self.num_experts * self.width, self.shared_width or 0)
+
+    def has_experts(self, layer: int) -> bool:
+        return layer not in self.dense and (layer + 1) % self.step == 0
+
+    def kinds(self, num_layers: int) -> list[tuple[MoESpec, int]]:
+        """The kinds of the first `num_layers` layers: a spec of which every layer is one, and how many."""
+        num_dense = num_layers - num_layers // self.step
+        num_dense += sum(layer in range(num_layers) and (layer + 1) % self.step == 0 for layer in self.dense)
+        counts = {frozenset[int](): num_layers - num_dense, frozenset([0]): num_dense}
+        return [(replace(self, step=1, dense=dense), count) for dense, count in counts.items() if count]
+
+    def widths(self, dense_width: int) -> list[int]:
+        """All widths that the ranks split. dense_width: of the layers without experts."""
+        dense = [dense_width] if self.dense or self.step > 1 else []
+        return [self.width, *dense, *([] if self.shared_width is None else [self.shared_width])]
+
+    def checkpoint_tensors(self, name: str, tensor: WeightSource) -> list[tuple[str, WeightSource]]:
+        """What a tensor of a file, or of transformers' state_dict, is by the model's names. From transformers
+        5 on a state_dict holds all experts of a layer as one, and every block is called mlp."""
+        if not isinstance(tensor, torch.Tensor):
+            return [(name, tensor)]
+        module, _, last = name.replace(".mlp.", f".{self.block}.").rpartition(".")
+        gate, up, down = self.projections
+        parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(last)
+        if parts is None or not module.endswith(".experts") or tensor.dim() != 3:
+            return [(f"{module}.{last}", tensor)]
+        return [
+            (f"{module}.{index}.{part}.weight", rows)
+            for index, expert in enumerate(tensor)
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True)
+        ]
+
+
+class _Biases(WeightLayer):
+    """The biases of one product of all experts, `bias` [E, N]."""
+
+    bias: torch.Tensor
+
+    def __init__(self, num_experts: int, rows: dict[str, tuple[int, int, int]]) -> None:
+        """rows: by projection its length, and the start and length of this rank's part."""
+        super().__init__()
+        shards, offset = [], 0
+        for projection, (total, start, length) in rows.items():
+            part = (total,), 0, start, length, offset
+            shards += [
+                WeightShard("bias", f"{index}.{projection}", *part, index=index)
+                for index in range(num_experts)
+            ]
+            offset += length
+        self.declare((num_experts, offset), shards)
+
+
+class Experts(WeightLayer):
+    """The experts of a layer: gated MLPs."""
+
+    def __init__(self, hidden_size: int, spec: MoESpec, tp: TPGroup) -> None:
+        super().__init__()
+        width = split_evenly("expert width", spec.width, tp.size)
+        gate, up, down = spec.projections
+
+        def shards(projection: str, shape: tuple[int, int], dim: int, offset: int = 0) -> list[WeightShard]:
+            part = dim, tp.rank * width, width, offset
+            return [
+                WeightShard("weight", f"experts.{index}.{projection}", shape, *part, index=index)
+                for index in range(spec.num_experts)
+            ]
+
+        rows, columns = (spec.width, hidden_size), (hidden_size, spec.width)
+        self.declare_experts(
+            ExpertWeights(
+                (spec.num_experts, 2 * width, hidden_size), shards(gate, rows, 0) + shards(up, rows, 0, width)
+            ),
+            ExpertWeights((spec.num_experts, hidden_size, width), shards(down, columns, 1)),
+        )
+        self.gate_up_bias: _Biases | None = None
+        self.down_bias: _Biases | None = None
+        self._activation = spec.activation
+        self._adds_bias = tp.rank == 0  # to the ranks' sum: that of down once
+        if spec.bias:
+            own = width * tp.rank, width
+            self.gate_up_bias = _Biases(spec.num_experts, {gate: (spec.width, *own), up: (spec.width, *own)})
+            self.down_bias = _Biases(spec.num_experts, {down: (hidden_size, 0, hidden_size)})
+
+    def forward(self, x: Normed, routing: Routing) -> torch.Tensor:
+        """See `ExpertsMethod.apply`."""
+        first, second = self.gate_up_bias, self.down_bias
+        mlp = ExpertMLP(
+            self._activation,
+            None if first is None else first.bias,
+            None if second is None or not self._adds_bias else second.bias,
+        )
+        return self.experts_method.apply(x, routing, mlp)
+
+
+class MoE(nn.Module):
+    """A router, which sends each row to `top_k` experts and weighs their results, and a shared expert."""
+
+    def __init__(self, hidden_size: int, spec: MoESpec, tp: TPGroup, shared: nn.Module | None = None) -> None:
+        """shared: the MLP that every row goes to, if the spec has one."""
+        super().__init__()
+        self.spec = spec
+        self.record: torch.Tensor | None = None  # [most rows, top_k] int16: where it writes rows' experts
+        self.add_module(spec.router, ReplicatedLinear(hidden_size, spec.num_experts, spec.bias))
+        self.experts = Experts(hidden_size, spec, tp)
+        if shared is not None:
+            self.shared_expert = shared
+            self.shared_expert_gate = ReplicatedLinear(hidden_size, 1)
+
+    def forward(self, x: Normed, step: Step) -> torch.Tensor:
+        """x [T, hidden_size] -> a term of the stream, of the same shape. Tokens are independent."""
+        rows = x.tensor()
+        # Only steps of a graph have padding, and these are decode steps, where no row was dropped before.
+        slots = step.meta.slot_mapping if step.meta.prefill is None else None
+        logits = self.get_submodule(self.spec.router)(rows)
+        routing = Routing(logits, self.spec.top_k, self.spec.normalised, slots)
+        term: torch.Tensor = self.experts(x, routing)
+        if self.record is not None:
+            self.record[: len(rows)] = routing.chosen().ids
+        if self.spec.shared_width is not None:
+            product: Product = self.shared_expert(x, step)
+            share = self.shared_expert_gate(rows).sigmoid()
+            term = torch.addcmul(term, share, product.tensor())  # the sum is rounded once
+        return term

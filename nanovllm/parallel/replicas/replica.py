@@ -1,0 +1,263 @@
+"""Replica: one of several models that are alike, a Core in its own process, connected through a pipe.
+
+Owns that process and its messages. Prompts arrive tokenised and requests numbered.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import traceback
+from contextlib import closing, suppress
+from dataclasses import replace
+from multiprocessing import current_process
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.core import Core
+from nanovllm.engine.startup import open_model
+from nanovllm.engine.stats import StepStats
+from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
+from nanovllm.extras.logprobs import LogprobDicts
+from nanovllm.lifecycle import no_full_collections
+from nanovllm.outputs import RequestOutput, changed, unlisted
+from nanovllm.parallel.watch import Progress
+from nanovllm.parallel.worker import exit_with, leave
+from nanovllm.residency.shared_tensors import SharedTensors
+from nanovllm.text.processor import Processor
+from nanovllm.text.prompts import Request
+
+KEPT_ERRORS = (ValueError, TypeError, KVCacheMemoryError, ModelLoadError)  # others become a WorkerError
+
+
+# Messages to a replica: a Call, or None to exit.
+
+
+class Call(NamedTuple):
+    """A method of `Replica` or `Core` to call between steps, or a value of them to return."""
+
+    name: str
+    args: tuple[Any, ...]
+    has_reply: bool = True  # whether a Reply follows
+
+
+# Messages from a replica: Ready, then Reports and Replies; a Progress at any time; or a Failure as the last
+# message.
+
+
+class Ready(NamedTuple):
+    """The model is loaded, and all that a restart repeats is done."""
+
+
+class Report(NamedTuple):
+    """The results of a step."""
+
+    outputs: list[RequestOutput]  # packed; parts of them in a stream with deltas
+    stats: StepStats | None
+    num_received: int  # sequences since the start
+    num_waiting: int  # sequences that wait now
+
+
+class Reply(NamedTuple):
+    """The result of a Call, or its Failure."""
+
+    value: Any
+
+
+class Failure(NamedTuple):
+    """Why the replica ends, or why a Call failed."""
+
+    kind: type[Exception]
+    what: str
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        if type(error) in KEPT_ERRORS:
+            return Failure(type(error), str(error))  # type: ignore[arg-type]
+        return Failure(WorkerError, f"it failed:\n{traceback.format_exc()}")
+
+
+# Messages leave out what the other side has or can compute.
+
+
+def pack_request(request: Request) -> Request:
+    """Remove the prompt's text and the compiled constraint."""
+    return replace(request, prompt=None, constraint=None)
+
+
+def _unpack_request(request: Request, processor: Processor) -> Request:
+    """Compile the constraint again."""
+    return replace(request, constraint=processor.constraint(request.params))
+
+
+def _pack_output(output: RequestOutput) -> RequestOutput:
+    """Remove the prompt, and turn logprobs into (columns, number of None entries before them, the tokens
+    before them)."""
+    completions = [changed(each, logprobs=_pack_logprobs(each, "logprobs")) for each in output.outputs]
+    logprobs = _pack_logprobs(output, "prompt_logprobs")
+    return changed(output, prompt=None, prompt_token_ids=[], outputs=completions, prompt_logprobs=logprobs)
+
+
+def unpack_output(output: RequestOutput, request: Request, processor: Processor) -> RequestOutput:
+    """Restore the request's prompt, and logprobs with decoded tokens."""
+
+    def unpacked(owner: object, name: str) -> Any:
+        logprobs = unlisted(owner, name)
+        return processor.logprob_dicts(request.params, *logprobs) if isinstance(logprobs, tuple) else logprobs
+
+    completions = [changed(each, logprobs=unpacked(each, "logprobs")) for each in output.outputs]
+    return changed(
+        output,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=completions,
+        prompt_logprobs=unpacked(output, "prompt_logprobs"),
+    )
+
+
+def _pack_logprobs(owner: object, name: str) -> Any:
+    logprobs = unlisted(owner, name)
+    if not isinstance(logprobs, LogprobDicts):
+        return logprobs
+    return logprobs.columns, logprobs.num_unknown, logprobs.before
+
+
+class _Link:
+    """The replica's end of the pipe. Two threads keep the pipe moving while the engine computes."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._outbox: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=self._receive, daemon=True).start()
+        self._sender = threading.Thread(target=self._send, daemon=True)
+        self._sender.start()
+
+    def send(self, message: object) -> None:
+        self._outbox.put(message)
+
+    def receive(self) -> Any:
+        """Wait for the next message and return it. Raises the error of its unpickling, if any."""
+        message = self._inbox.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def has_message(self) -> bool:
+        return not self._inbox.empty()
+
+    def flush(self) -> None:
+        """Wait until all messages are sent. Nothing can be sent afterwards."""
+        self._outbox.put(None)
+        self._sender.join()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._inbox.put(self._pipe.recv())
+        except (EOFError, OSError):
+            os._exit(1)  # the caller's process is gone
+        except Exception as error:  # for example, a class that does not exist here
+            self._inbox.put(error)
+
+    def _send(self) -> None:
+        with suppress(OSError):
+            while (message := self._outbox.get()) is not None:
+                self._pipe.send(message)
+
+
+class Replica:
+    """A Core whose requests come from another process."""
+
+    def __init__(self, number: int, config: Config, link: _Link) -> None:
+        """number: the replica's. config: with its own device. link: tells the caller of progress."""
+        model = open_model(config)
+        self.core = Core(model, lambda: link.send(Progress()))
+        self._number = number
+        self._processor = model.processor
+        self._num_updates = 0  # the number of the last weight update that it has
+        self._num_received = 0  # sequences
+
+    def serve(self, link: _Link) -> None:
+        """Process messages until None arrives."""
+        while True:
+            while link.has_message() or not self.core.load.num_requests:
+                message = link.receive()
+                if message is None:
+                    return
+                try:
+                    value = self.run(message)
+                except KEPT_ERRORS as error:
+                    if not message.has_reply:
+                        raise
+                    value = Failure.of(error)
+                if message.has_reply:
+                    link.send(Reply(value))
+            with no_full_collections():
+                step = self.core.step()
+            packed = [_pack_output(output) for output in step.outputs]
+            link.send(Report(packed, step.stats, self._num_received, self.core.load.num_waiting))
+
+    def run(self, call: Call) -> Any:
+        """The answer to a call: a method, or a value, of this class if it has it, else of the Core."""
+        found = getattr(self if hasattr(Replica, call.name) else self.core, call.name)
+        return found(*call.args) if callable(found) else found
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def add(self, packed: list[Request], deltas: bool) -> None:
+        """As `Executor.add`."""
+        requests = [_unpack_request(request, self._processor) for request in packed]
+        self._num_received += sum(request.params.n for request in requests)
+        self.core.add(requests, deltas)
+
+    def abort(self, request_id: int) -> list[RequestOutput]:
+        """Return the output, and then what a stream yields of it; nothing if the request has ended."""
+        output, parts = self.core.abort(request_id)
+        return [] if output is None else [_pack_output(each) for each in (output, *parts)]
+
+    def load_updates(self, updates: dict[int, SharedTensors]) -> None:
+        """Load weight updates, in the order of their numbers, except those that this replica has. Each one is
+        checked as a whole."""
+        for number, tensors in updates.items():
+            if number > self._num_updates:
+                self.core.update(list(tensors))
+                self._num_updates = number
+
+    def start_profile(self, trace: tuple[str, str]) -> None:
+        """trace: the folder and the name of the traces of all replicas."""
+        self.core.start_profile(trace[0], f"replica{self._number}.{trace[1]}")
+
+
+def replica_main(
+    number: int, config: Config, settings: dict[str, object], pipe: Connection, parent: int
+) -> None:
+    """The main function of a replica's process; it never returns.
+
+    config: the engine's, with the replica's own device.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's process handles Ctrl-C
+    current_process().daemon = False  # multiprocessing does not let daemonic processes start workers
+    threading.Thread(target=exit_with, args=(parent,), daemon=True).start()
+    link = _Link(pipe)
+    try:
+        if config.device == "cpu":
+            threads = config.num_threads or torch.get_num_threads()
+            torch.set_num_threads(max(1, threads // config.data_parallel_size))
+        replica = Replica(number, replace(config, data_parallel_size=1, num_threads=None), link)
+        with closing(replica.core):
+            for name, value in settings.items():
+                replica.run(Call(name, (value,)))
+            gc.freeze()  # existing objects stay
+            link.send(Ready())
+            replica.serve(link)
+    except BaseException as error:  # report everything to the caller
+        link.send(Failure.of(error))
+        link.flush()
+    leave()  # at once: the libraries need no clean-up
