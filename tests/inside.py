@@ -329,7 +329,7 @@ def keep_families(patch: pytest.MonkeyPatch) -> None:
     """Forget the families that are registered from here on."""
     from nanovllm.models import registry
 
-    patch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    patch.setattr(registry, "_FAMILIES", {**registry._FAMILIES})
 
 
 # -- text and parameters ------------------------------------------------------------------------------------

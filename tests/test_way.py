@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import Any
 
 import pytest
 from test_docs import PACKAGE, ROOT, section
 
+from nanovllm import doors
+from nanovllm.doors import Table
 from tools.way import Way, code_lines, measures, star_calls, walk
 
 
@@ -47,3 +50,16 @@ def test_code_is_what_is_no_comment() -> None:
     text += "    )\n"
     assert code_lines(text) == {3, 6, 9, 10, 11}
     assert star_calls(ast.parse("f(*a, **b); f(*g()); f(**{}); f(x)")) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["FAMILIES", "CHECKPOINTS", "QUANTIZATIONS", "ON_THE_FLY", "BACKENDS"])
+def test_each_place_in_a_table_of_doors_exists(name: str) -> None:
+    table: Table[Any] = Table(getattr(doors, name))
+    assert len(table) == len({**table}) > 1
+    table["new"] = 1
+    assert table["new"] == 1
+    assert [*table][-1] == "new"
+    del table["new"]
+    assert "new" not in table
+    with pytest.raises(KeyError):
+        table["new"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nanovllm import doors
 from nanovllm.attention.base import (
     FEATURES,
     AttentionBackend,
@@ -23,8 +24,8 @@ from nanovllm.attention.base import (
     AttentionSpec,
     PrefillRanges,
 )
-from nanovllm.cpu.attention import CPUBackend
 from nanovllm.device import Device
+from nanovllm.doors import Table
 from nanovllm.kernels.attention_reference import (
     Gathered,
     decode_attend_reference,
@@ -276,8 +277,7 @@ class FlashAttnBackend(AttentionBackend):
         )
 
 
-# Fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
-BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, CPUBackend, ReferenceBackend)
+BACKENDS: Table[type[AttentionBackend]] = Table(doors.BACKENDS)
 
 
 def select(
@@ -303,7 +303,7 @@ def select(
     if deterministic and name == "auto":
         name, asked = TritonBackend.name, "deterministic=True needs attention_backend='triton', which"
     reasons: dict[str, str] = {}
-    for backend in BACKENDS:
+    for backend in BACKENDS.values():
         # Triton's interpreter is only for tests: "auto" never selects it.
         if name not in ("auto", backend.name) or (
             name == "auto" and not device.is_cuda and backend.name == "triton"
@@ -311,7 +311,9 @@ def select(
             continue
         reason = backend.unavailable(device, dtype, cache_dtype)
         if reason is None and (reason := backend.unsupported(specs)):
-            here = [each for each in BACKENDS if each.unavailable(device, dtype, cache_dtype) is None]
+            here = [
+                each for each in BACKENDS.values() if each.unavailable(device, dtype, cache_dtype) is None
+            ]
             able = [each.name for each in here if each.unsupported(specs) is None]
             reason += f"; supported by {able}"
         if reason is None:
@@ -320,9 +322,7 @@ def select(
         if name != "auto":
             raise ValueError(f"{asked} cannot run here: {reason}")
         reasons[backend.name] = reason
-    raise ValueError(
-        f"attention_backend={name!r}: no such backend; there are {[b.name for b in BACKENDS]} and 'auto'"
-    )
+    raise ValueError(f"attention_backend={name!r}: no such backend; there are {[*BACKENDS]} and 'auto'")
 
 
 def resolve_block_size(asked: int | None, backend: AttentionBackend) -> int:

@@ -269,3 +269,7 @@ class StoredConfig(QuantConfig):
             f"GGUF weights are used as they are stored: {listed(kept)}{also}; {ROUNDED} (exact, and slower: "
             "quantization='dequantize' with dtype='float32')"
         )
+
+
+INT8 = IntegerConfig("int8", "Q8_0")
+INT4 = IntegerConfig("int4", "Q4_0")

@@ -65,7 +65,7 @@ def version(args: argparse.Namespace) -> int:
         print(f"{device.torch} {device.name}{capability}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
         if not device.is_cuda:
             print(f"  kernels for CPUs: {isa.described(torch.get_num_threads())}")
-        for backend in BACKENDS:
+        for backend in BACKENDS.values():
             try:
                 dtype = device.resolve_dtype("auto", "bfloat16")
                 reason = backend.unavailable(device, dtype, dtype)

@@ -131,7 +131,7 @@ def _backend(
     asked, specs = config.attention_backend, model.attention
     chosen = select(asked, device, dtype, specs, cached, config.deterministic)
     reasons = []
-    for backend in BACKENDS:
+    for backend in BACKENDS.values():
         if isinstance(chosen, backend):
             break
         reason = backend.unavailable(device, dtype, cached) or backend.unsupported(specs)

@@ -1,6 +1,4 @@
-"""The names that lead to a model: folders and hub ids, and one line for each architecture and each format of
-files.
-"""
+"""What leads to a model: folders and hub ids, and the tables of architectures and of formats of files."""
 
 from __future__ import annotations
 
@@ -12,55 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nanovllm import doors
+from nanovllm.doors import Table
 from nanovllm.errors import ModelLoadError
-from nanovllm.families.ernie import ERNIE
-from nanovllm.families.exaone4 import EXAONE4
-from nanovllm.families.gemma import GEMMA2, GEMMA3
-from nanovllm.families.gemma4 import GEMMA4
-from nanovllm.families.glm import GLM, GLM4
-from nanovllm.families.gpt_oss import GPT_OSS
-from nanovllm.families.granite import GRANITE, GRANITE_HYBRID
-from nanovllm.families.llama import LLAMA
-from nanovllm.families.mistral import MISTRAL
-from nanovllm.families.mixtral import MIXTRAL
-from nanovllm.families.olmo import OLMO2, OLMO3
-from nanovllm.families.phi3 import PHI3
-from nanovllm.families.qwen2 import QWEN2
-from nanovllm.families.qwen2_moe import QWEN2_MOE
-from nanovllm.families.qwen3 import QWEN3
-from nanovllm.families.qwen3_moe import QWEN3_MOE
-from nanovllm.families.smollm3 import SMOLLM3
-from nanovllm.formats.gguf.checkpoint import GGUFCheckpoint
 from nanovllm.models.checkpoint import CONFIG_FILE, MODELOPT_FILE, MODULES_FILE, Checkpoint, shortened
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.quantization.registry import supported_quantizations
 
-_FAMILIES: dict[str, ModelFamily] = {
-    "Qwen3ForCausalLM": QWEN3,
-    "Qwen2ForCausalLM": QWEN2,
-    "LlamaForCausalLM": LLAMA,
-    "MistralForCausalLM": MISTRAL,
-    "Qwen3MoeForCausalLM": QWEN3_MOE,
-    "Qwen2MoeForCausalLM": QWEN2_MOE,
-    "MixtralForCausalLM": MIXTRAL,
-    "Gemma2ForCausalLM": GEMMA2,
-    "Gemma3ForCausalLM": GEMMA3,
-    "Gemma3ForConditionalGeneration": GEMMA3,
-    "Gemma4ForCausalLM": GEMMA4,
-    "Gemma4ForConditionalGeneration": GEMMA4,
-    "Olmo2ForCausalLM": OLMO2,
-    "Olmo3ForCausalLM": OLMO3,
-    "Phi3ForCausalLM": PHI3,
-    "GraniteForCausalLM": GRANITE,
-    "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
-    "GlmForCausalLM": GLM,
-    "Glm4ForCausalLM": GLM4,
-    "SmolLM3ForCausalLM": SMOLLM3,
-    "Exaone4ForCausalLM": EXAONE4,
-    "Ernie4_5ForCausalLM": ERNIE,
-    "GptOssForCausalLM": GPT_OSS,
-}
-FORMATS: tuple[type[Checkpoint], ...] = (GGUFCheckpoint, Checkpoint)  # the first that reads a path takes it
+_FAMILIES: Table[ModelFamily] = Table(doors.FAMILIES)
+FORMATS: Table[type[Checkpoint]] = Table(doors.CHECKPOINTS)  # the first that reads a path takes it
 _TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -127,7 +85,7 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
     """
     path = Path(os.path.expanduser(name))
     try:
-        is_model = any(each.reads(path) for each in FORMATS)
+        is_model = any(each.reads(path) for each in FORMATS.values())
     except OSError as error:  # its name is too long, for example
         raise ValueError(f"{kind} {str(name)!r} cannot be opened: {error.strerror}") from None
     if is_model:
@@ -176,7 +134,7 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """The files of the model at `path`; nothing is opened yet."""
-    return next((each for each in FORMATS if each.reads(Path(path))), Checkpoint)(Path(path))
+    return next((each for each in FORMATS.values() if each.reads(Path(path))), Checkpoint)(Path(path))
 
 
 def load_model_config(

@@ -5,28 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanovllm.cpu.integers import IntegerConfig, StoredConfig
-from nanovllm.formats.compressed_tensors import CompressedTensorsConfig
-from nanovllm.formats.fp8.method import Fp8Config
-from nanovllm.formats.int4.configs import from_awq, from_gptq
-from nanovllm.formats.mxfp4.method import Mxfp4Config
+from nanovllm import doors
+from nanovllm.doors import Table
 from nanovllm.quantization.unquantized import QuantConfig
 
-# By the `quant_method` of config.json's quantization_config, which a quantisation is made from.
-QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], QuantConfig]] = {
-    "fp8": Fp8Config.of,
-    "compressed-tensors": CompressedTensorsConfig.of,
-    "awq": from_awq,
-    "gptq": from_gptq,
-    "mxfp4": Mxfp4Config.of,
-    "gguf": StoredConfig.of,
-}
-# What the option `quantization` makes of a checkpoint without quantization_config, and of GGUF files.
-ON_THE_FLY: dict[str, QuantConfig] = {
-    "fp8": Fp8Config(ignored=("gate", "shared_expert_gate")),  # routers
-    "int8": IntegerConfig("int8", "Q8_0"),
-    "int4": IntegerConfig("int4", "Q4_0"),
-}
+QUANTIZATIONS: Table[Callable[[Mapping[str, Any]], QuantConfig]] = Table(doors.QUANTIZATIONS)
+ON_THE_FLY: Table[QuantConfig] = Table(doors.ON_THE_FLY)
 DEQUANTIZE = "dequantize"  # the option for GGUF files
 
 
@@ -41,7 +25,7 @@ def quant_config(stated: Any, asked: str | None) -> QuantConfig:
     ValueError for what is not supported, and if both differ.
     """
     if stated is None:
-        if asked in (None, DEQUANTIZE):
+        if asked is None or asked == DEQUANTIZE:
             return QuantConfig()
         if asked not in ON_THE_FLY:
             raise ValueError(
@@ -59,7 +43,7 @@ def quant_config(stated: Any, asked: str | None) -> QuantConfig:
         )
     if method == "gguf" and asked == DEQUANTIZE:
         return QuantConfig()
-    if method == "gguf" and asked in ON_THE_FLY:
+    if method == "gguf" and asked is not None and asked in ON_THE_FLY:
         return ON_THE_FLY[asked]
     if method == "gguf" and asked not in (None, method):
         options = ", ".join(map(repr, (DEQUANTIZE, *ON_THE_FLY)))

@@ -245,3 +245,6 @@ def check_choices(where: str, stated: Mapping[str, Any], supported: Mapping[str,
         if stated.get(key) not in values:
             names = ", ".join(repr(value) for value in values if value is not None)
             raise ValueError(f"{where}: {key} {stated.get(key)!r} is not supported; supported: {names}")
+
+
+ON_THE_FLY = Fp8Config(ignored=("gate", "shared_expert_gate"))  # but routers

@@ -202,13 +202,13 @@ class PickledCheckpoint(Checkpoint):
 
 
 def test_a_format_of_weights_is_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a line in FORMATS: config, tokenizer and tensors come from it, at a start and at a wake-up."""
+    """And a line in a table: config, tokenizer and tensors come from it, at a start and at a wake-up."""
     folder, file = write_base(tmp_path / "base"), tmp_path / "model.pickled"
     small = {path.name: path.read_text() for path in folder.glob("*.json")}
     torch.save({"small": small, "tensors": load_file(folder / "model.safetensors")}, file)
     with pytest.raises(ValueError, match="is a file; pass the folder that holds"):
         LLM(file, device="cpu")
-    monkeypatch.setattr(registry, "FORMATS", (PickledCheckpoint, *registry.FORMATS))
+    monkeypatch.setattr(registry, "FORMATS", {"pickled": PickledCheckpoint, **registry.FORMATS})
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     options = {"device": "cpu", "num_kvcache_blocks": 4, "max_num_seqs": 2}
     texts = []

@@ -1,0 +1,101 @@
+"""The tables that doors fill: what the core looks up by name, and where it is. Imports no door.
+
+A place is "module:object" below nanovllm, such as "families.qwen3:QWEN3". Asking for it imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from importlib import import_module
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Table(MutableMapping[str, T]):
+    """Objects by name, each imported on first use."""
+
+    def __init__(self, places: dict[str, str]) -> None:
+        self._places: dict[str, str | T] = dict(places)
+        self._found: dict[str, T] = {}
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._found:
+            module, _, attribute = str(self._places[name]).partition(":")
+            found: Any = import_module(f"nanovllm.{module}")
+            for each in attribute.split("."):
+                found = getattr(found, each)
+            self._found[name] = found
+        return self._found[name]
+
+    def __setitem__(self, name: str, value: T) -> None:
+        self._places[name] = ""
+        self._found[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._places[name]
+        self._found.pop(name, None)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+# `ModelFamily` by the name in config.json's `architectures`.
+FAMILIES: dict[str, str] = {
+    "Qwen3ForCausalLM": "families.qwen3:QWEN3",
+    "Qwen2ForCausalLM": "families.qwen2:QWEN2",
+    "LlamaForCausalLM": "families.llama:LLAMA",
+    "MistralForCausalLM": "families.mistral:MISTRAL",
+    "Qwen3MoeForCausalLM": "families.qwen3_moe:QWEN3_MOE",
+    "Qwen2MoeForCausalLM": "families.qwen2_moe:QWEN2_MOE",
+    "MixtralForCausalLM": "families.mixtral:MIXTRAL",
+    "Gemma2ForCausalLM": "families.gemma:GEMMA2",
+    "Gemma3ForCausalLM": "families.gemma:GEMMA3",
+    "Gemma3ForConditionalGeneration": "families.gemma:GEMMA3",
+    "Gemma4ForCausalLM": "families.gemma4:GEMMA4",
+    "Gemma4ForConditionalGeneration": "families.gemma4:GEMMA4",
+    "Olmo2ForCausalLM": "families.olmo:OLMO2",
+    "Olmo3ForCausalLM": "families.olmo:OLMO3",
+    "Phi3ForCausalLM": "families.phi3:PHI3",
+    "GraniteForCausalLM": "families.granite:GRANITE",
+    "GraniteMoeHybridForCausalLM": "families.granite:GRANITE_HYBRID",
+    "GlmForCausalLM": "families.glm:GLM",
+    "Glm4ForCausalLM": "families.glm:GLM4",
+    "SmolLM3ForCausalLM": "families.smollm3:SMOLLM3",
+    "Exaone4ForCausalLM": "families.exaone4:EXAONE4",
+    "Ernie4_5ForCausalLM": "families.ernie:ERNIE",
+    "GptOssForCausalLM": "families.gpt_oss:GPT_OSS",
+}
+# `Checkpoint` by the format of the files; the first that reads a path takes it.
+CHECKPOINTS = {
+    "gguf": "formats.gguf.checkpoint:GGUFCheckpoint",
+    "safetensors": "models.checkpoint:Checkpoint",
+}
+# What makes a `QuantConfig` of config.json's quantization_config, by its `quant_method`.
+QUANTIZATIONS = {
+    "fp8": "formats.fp8.method:Fp8Config.of",
+    "compressed-tensors": "formats.compressed_tensors:CompressedTensorsConfig.of",
+    "awq": "formats.int4.configs:from_awq",
+    "gptq": "formats.int4.configs:from_gptq",
+    "mxfp4": "formats.mxfp4.method:Mxfp4Config.of",
+    "gguf": "cpu.integers:StoredConfig.of",
+}
+# A `QuantConfig` by the option `quantization`, for checkpoints without quantization_config and GGUF files.
+ON_THE_FLY = {
+    "fp8": "formats.fp8.method:ON_THE_FLY",
+    "int8": "cpu.integers:INT8",
+    "int4": "cpu.integers:INT4",
+}
+# `AttentionBackend` by its name, fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
+BACKENDS = {
+    "triton": "attention.backends:TritonBackend",
+    "flash_attn": "attention.backends:FlashAttnBackend",
+    "cpu": "cpu.attention:CPUBackend",
+    "reference": "attention.backends:ReferenceBackend",
+}
