@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine_args import EngineArgs, FlexibleArgumentParser
 from nanovllm.errors import EngineClosedError, KVCacheMemoryError, ModelLoadError, NanoVLLMError, WorkerError
-from nanovllm.extras.pooling_params import PoolingParams
 from nanovllm.extras.structured_outputs import StructuredOutputsParams
 from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.metrics import Counter, Gauge, Histogram, Metric, Vector
@@ -25,6 +24,7 @@ from nanovllm.outputs import (
     RequestOutput,
     ScoreOutput,
 )
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from nanovllm.vllm.arguments import missing_in
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.progress import LengthHint, Progress
 from nanovllm.engine.tables import answer_columns, open_table, read_prompts
 from nanovllm.errors import BadRow, EngineClosedError, raise_first
-from nanovllm.extras.pooling_params import PoolingParams
 from nanovllm.extras.scoring import beam_search, embedding_output, parse_pooling_params, score_output
 from nanovllm.inputs import OtherNames, PromptLike, check_on_error, given_prompts, refuse_others
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, RequestOutput, ScoreOutput
 from nanovllm.parallel.replicas.replicas import Replicas
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.chat import Conversation
 from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, Request, parse_prompts, show

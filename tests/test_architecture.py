@@ -14,7 +14,18 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 # The floors of the core's rooms, lowest first. Each folder or file is on one floor and imports only lower
 # floors and doors. Files of the first floor, and files of one folder, may import each other.
 FLOORS = (
-    {"errors", "lifecycle", "config", "sampling_params", "inputs", "outputs", "metrics", "device", "batch"}
+    {
+        "errors",
+        "lifecycle",
+        "config",
+        "sampling_params",
+        "inputs",
+        "outputs",
+        "metrics",
+        "device",
+        "batch",
+        "pooling_params",
+    }
     | {"side_files", "checks", "engine_args", "bpe", "doors"},
     {"text", "plan", "kernels"},
     {"attention", "quantization"},

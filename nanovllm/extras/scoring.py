@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nanovllm.extras.logprobs import LogprobDicts
-from nanovllm.extras.pooling_params import PoolingParams
 from nanovllm.extras.structured_outputs import show
 from nanovllm.outputs import (
     BeamSearchOutput,
@@ -24,6 +23,7 @@ from nanovllm.outputs import (
     ScoreOutput,
     unlisted,
 )
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams
 
 # The likeliest next tokens of each token list, by id.
