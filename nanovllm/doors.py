@@ -99,3 +99,5 @@ BACKENDS = {
     "cpu": "cpu.attention:CPUBackend",
     "reference": "attention.backends:ReferenceBackend",
 }
+# The ranks of a model beyond one, as `runner.ranks.OneRank`.
+RANKS: Table[Any] = Table({"processes": "parallel.ranks:Ranks"})

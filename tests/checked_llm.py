@@ -16,11 +16,11 @@ from nanovllm.batch import Batch
 from nanovllm.device import Device
 from nanovllm.engine import core
 from nanovllm.engine.executor import Stepped
+from nanovllm.layers.stream import Group
 from nanovllm.outputs import RequestOutput
-from nanovllm.parallel.group import TPGroup
-from nanovllm.parallel.worker import RankSetup
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.ranks import RankSetup
 
 BLOCK = 8
 
@@ -28,7 +28,7 @@ BLOCK = 8
 class CheckedSetup(RankSetup):
     """Fills the KV cache with NaN. Workers unpickle this class, so it acts on every rank."""
 
-    def load(self, device: Device, group: TPGroup, check: Callable[[], None] = lambda: None) -> ModelRunner:
+    def load(self, device: Device, group: Group, check: Callable[[], None] = lambda: None) -> ModelRunner:
         runner = super().load(device, group, check)
         allocate = runner.allocate_kv_cache
 
@@ -47,15 +47,14 @@ class CheckedLLM(inside.AroundSteps, LLM):
             patch.setattr(core, "RankSetup", CheckedSetup)
             super().__init__(str(model), **options)
         assert inside.runner(self).kv_cache.isnan().all() or inside.runner(self).graphs
-        self.batches: list[Batch] = []
+        self.batches: list[Batch] = []  # of the steps that finished
+        inside.on_finish(self, self.batches.append)
         self.sequences: list[Sequence] = []
 
     def around_step(self, step: Callable[[], Stepped]) -> Stepped:
         unfinished = inside.scheduler_state(inside.scheduler(self)).unfinished.values()
         stepped = step()
         check_scheduler(inside.scheduler(self))
-        if stepped.stats is not None:
-            self.batches.append(stepped.stats.batch)
         self.sequences += [seq for seq in unfinished if seq.status is SequenceStatus.FINISHED]
         return stepped
 

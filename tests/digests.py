@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import checked_llm
 import inside
 import pytest
 import torch
-from checked_llm import CheckedLLM, CheckedSetup
+from checked_llm import CheckedLLM
 
-from nanovllm.device import Device
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.parallel.group import TPGroup
+from nanovllm.residency.core import ResidentCore
 from nanovllm.residency.runner import ResidentModelRunner
 
 Digest = dict[str, str]
@@ -35,31 +33,31 @@ def digest(model: DecoderForCausalLM) -> Digest:
     }
 
 
-class DigestSetup(CheckedSetup):
-    def load(
-        self, device: Device, group: TPGroup, check: Callable[[], None] = lambda: None
-    ) -> ResidentModelRunner:
-        runner = super().load(device, group, check)
+class DigestRunner(ResidentModelRunner):
+    """Workers unpickle this class, so it runs on every rank."""
 
-        def weight_bytes() -> int:
-            return sum(parameter.untyped_storage().nbytes() for parameter in runner.model.parameters())
+    def digest(self) -> Digest:
+        return digest(self.model)
 
-        runner.digest = lambda: digest(runner.model)  # type: ignore[attr-defined]
-        runner.weight_bytes = weight_bytes  # type: ignore[attr-defined]
-        runner.cache_bytes = lambda: runner.kv_cache.untyped_storage().nbytes()  # type: ignore[attr-defined]
-        runner.free_bytes = lambda: device.memory()[0]  # type: ignore[attr-defined]
-        return runner
+    def weight_bytes(self) -> int:
+        return sum(parameter.untyped_storage().nbytes() for parameter in self.model.parameters())
+
+    def cache_bytes(self) -> int:
+        return self.kv_cache.untyped_storage().nbytes()
+
+    def free_bytes(self) -> int:
+        return self.device.memory()[0]
 
 
 class DigestLLM(CheckedLLM):
     def __init__(self, model: Path, **options: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checked_llm, "CheckedSetup", DigestSetup)
+            patch.setattr(ResidentCore, "runner_class", DigestRunner)
             super().__init__(model, **options)
 
     def on_ranks(self, method: str) -> list[Any]:
-        """Call a method of `DigestSetup` on all ranks; return all answers, rank 0's first."""
-        return inside.workers(self).call(method)
+        """Call a method of `DigestRunner` on all ranks; return all answers, rank 0's first."""
+        return inside.workers(self).call(getattr(DigestRunner, method))
 
 
 def make_digest(model: Path, **options: Any) -> DigestLLM:

@@ -116,6 +116,18 @@ class AroundSteps:
         return step()
 
 
+def on_finish(llm: LLM, function: Callable[[Any], None]) -> None:
+    """Call `function` with the batch of each step that finished. Nothing refers to the engine afterwards."""
+    core: Any = llm._executor
+    finish, owner = type(core)._finished, ref(core)
+
+    def finished(step: Any, *args: Any) -> Any:
+        function(step.batch)
+        return finish(owner(), step, *args)
+
+    core._finished = finished
+
+
 # -- expressions for scripts that tests run in other processes ----------------------------------------------
 
 
@@ -150,7 +162,7 @@ def arrivals(llm: LLM) -> Iterable[Any]:
     return replicas(llm)._arrivals
 
 
-def replica_settings(llm: LLM) -> dict[str, object]:
+def replica_settings(llm: LLM) -> dict[Any, object]:
     """What a replica that restarts is told."""
     return replicas(llm)._settings
 
@@ -271,11 +283,11 @@ def semaphores(channel: Channel) -> list[Any]:
     return [*channel._written, *channel._emptied]
 
 
-def encode_call(method: str, args: tuple[Any, ...]) -> Any:
+def encode_call(call: Callable[..., object], args: tuple[Any, ...]) -> Any:
     """The bytes of a call in a channel."""
     from nanovllm.parallel import channel
 
-    return channel._encode(method, args)
+    return channel._encode(call, args)
 
 
 def stalled(watch: Watch, seconds: float) -> Failure | None:

@@ -36,8 +36,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.cpu import isa
 from nanovllm.kernels.compat import triton
+from nanovllm.parallel import halves
 from nanovllm.parallel.group import TPGroup
-from nanovllm.runner import inputs as runner_inputs
 from nanovllm.runner.model_runner import ModelRunner
 
 KEPT = Path(__file__).parent / "data/op_gate"
@@ -290,7 +290,7 @@ def steps_of(setting: Setting, device: str, folder: Path) -> list[str]:
             llm.score_pairs([(prompt, [5, 6]) for prompt in prompts[:2]], use_tqdm=False)
             llm.embed(prompts[:1], use_tqdm=False)
         if setting.halves:
-            patch(runner_inputs, "OVERLAP_TOKENS", CHUNK)
+            patch(halves, "OVERLAP_TOKENS", CHUNK)
         for rank in range(setting.ranks) if batches else ():
             group = TPGroup(rank, setting.ranks, WrittenGroup(recorder))
             same = runner.config, runner.model_config, runner.model_path, runner.device

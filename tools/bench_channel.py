@@ -51,8 +51,8 @@ def read(reader: ChannelReader, results: Connection, cpu: int) -> None:
             if os.getppid() != parent_process().pid:
                 return
             continue
-        method, args = call
-        if method == "exit":
+        function, args = call
+        if function is read:
             break
         latencies.append(now - args[0])
     results.send(latencies)
@@ -83,10 +83,10 @@ def measure(num_readers: int, batch: Batch, steps: int, between: Callable[[], No
     times = []
     for _ in range(WARM_UP + steps):
         start = perf_counter_ns()
-        channel.send("run", start, batch)
+        channel.send(measure, start, batch)
         times.append(perf_counter_ns() - start)
         between()
-    channel.send("exit")
+    channel.send(read)
     rows = {"send on rank 0": times[WARM_UP:]}
     for index, pipe in enumerate(pipes):
         rows[f"received by {index + 1}"] = pipe.recv()[WARM_UP:]

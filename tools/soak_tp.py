@@ -32,7 +32,8 @@ import nanovllm
 from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.parallel import ranks
 from nanovllm.parallel.watch import Watch
-from nanovllm.parallel.worker import RankSetup
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.ranks import RankSetup
 
 PROMPTS = [
     "What is 687087 + 67?",
@@ -119,12 +120,12 @@ def raise_in_step(rng: random.Random, device: str) -> None:
         assert channel is not None
         send, steps = channel.send, rng.randrange(20)
 
-        def send_nonsense(method: str, *args: object, check_alive: Callable[[], None] | None = None) -> None:
+        def send_nonsense(call: Any, *args: object, check_alive: Callable[[], None] | None = None) -> None:
             nonlocal steps
-            steps -= method == "launch"
-            if steps == -1 and method == "launch":
+            steps -= call is ModelRunner.launch
+            if steps == -1 and call is ModelRunner.launch:
                 fault_time.at = time.perf_counter()
-            send(method, *(("nonsense",) if steps == -1 else args), check_alive=check_alive)
+            send(call, *(("nonsense",) if steps == -1 else args), check_alive=check_alive)
 
         channel.send = send_nonsense  # type: ignore[method-assign]
         expect(WorkerError, "rank 1 failed:\nTraceback", lambda: generate_forever(llm))

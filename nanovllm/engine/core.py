@@ -6,31 +6,25 @@ Owns the Scheduler, the Ranks with rank 0's ModelRunner, and the Requests: seque
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from nanovllm.batch import Batch, StepKind, TokenEvents
 from nanovllm.device import Device
 from nanovllm.engine.executor import Load, Stepped
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
-from nanovllm.engine.stats import StepStats
-from nanovllm.errors import KVCacheMemoryError
+from nanovllm.engine.stats import StepStats, pairs_of
 from nanovllm.lifecycle import held_interrupts
-from nanovllm.models.weights import WeightChecker, check_weights, named_pairs
 from nanovllm.outputs import RequestOutput
-from nanovllm.parallel.ranks import start_ranks
-from nanovllm.parallel.worker import RankSetup
 from nanovllm.plan.room import Room, Windows
 from nanovllm.plan.scheduler import Scheduler
-from nanovllm.residency.profile import check_can_profile
-from nanovllm.residency.runner import WEIGHTS, RankView
-from nanovllm.residency.shared_tensors import load_tensors
 from nanovllm.runner.inputs import StepHandle
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.ranks import RankSetup, start_ranks
 from nanovllm.text.prompts import Request
 
 
@@ -46,16 +40,18 @@ class _LaunchedStep(NamedTuple):
 class Core:
     """See `Executor`."""
 
+    asleep: frozenset[str] = frozenset()
+    runner_class: ClassVar[type[ModelRunner]] = ModelRunner
+
     def __init__(self, model: OpenedModel, on_progress: Callable[[], None] = lambda: None) -> None:
         """Load the model. on_progress: as in `start_ranks`."""
         self._config = config = model.config
         self._device = device = Device(config.device)
         usable = usable_length(config, model.model_config, device, model.max_model_len)
         own = replace(config, tokenizer=None, hf_token=None)  # no rank needs them
-        rest = own, model.model_config, model.path, usable
-        self.ranks = start_ranks(
-            RankSetup(0, config.tensor_parallel_size, config.device, "", *rest), on_progress
-        )
+        place = 0, config.tensor_parallel_size, config.device
+        setup = RankSetup(*place, own, model.model_config, model.path, usable, self.runner_class)
+        self.ranks = start_ranks(setup, on_progress)
         self.runner = runner = self.ranks.runner
         layout = runner.layout
         windows = None if layout.reach is None else Windows(layout.reach, layout.parts)
@@ -84,10 +80,6 @@ class Core:
         num_requests = len(self.requests) + len(self._arrived)
         running = len(plan.running) + len(plan.ending)
         return Load(num_requests, running, len(plan.waiting) + self._num_arrived, plan.block_manager.usage)
-
-    @property
-    def asleep(self) -> frozenset[str]:
-        return self.runner.asleep
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -130,14 +122,14 @@ class Core:
         self._arrived.clear()
         self._num_arrived = 0
         self.requests.clear()
-        return not self.ranks.watch.ended.is_set()
+        return not self.ranks.has_ended
 
     def step(self) -> Stepped:
         """Launch the next step, then read the previous one; without `async_scheduling`, read the same one."""
         with held_interrupts(), self._device.current():
             launched = self._plan()
             if launched is not None:
-                launched = launched._replace(handle=self.ranks.run("launch", launched.batch))
+                launched = launched._replace(handle=self.ranks.run(ModelRunner.launch, launched.batch))
             peak_usage = self.scheduler.block_manager.usage
             step = self._in_flight if self._run_ahead else self._drawn(launched)
             if step is not None:
@@ -171,7 +163,7 @@ class Core:
         if step is None or step.handle is not None:
             return step
         masks = self.scheduler.masks(step.batch, self.runner.mask_buffer)
-        return step._replace(handle=self.ranks.run("draw", masks))
+        return step._replace(handle=self.ranks.run(ModelRunner.draw, masks))
 
     def _finished(self, step: _LaunchedStep, events: TokenEvents, now: float, peak_usage: float) -> Stepped:
         """What a step gave that was read at `now`."""
@@ -185,7 +177,10 @@ class Core:
         outputs = self.requests.finish(ended, now)
         load = self.load
         stats = StepStats(
-            batch=step.batch,
+            kind=step.batch.kind,
+            num_seqs=len(step.batch.seq_ids),
+            num_new_tokens=len(step.batch.token_ids),
+            num_attention_pairs=pairs_of(step.batch),
             seconds=seconds,
             num_drawn_tokens=len(events.token_ids),
             num_cached_tokens=step.num_cached_tokens,
@@ -199,81 +194,11 @@ class Core:
 
     # -- between requests ------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _resting(self) -> Iterator[None]:
-        """Run a block in which weights or KV cache change: no step is in flight, and nothing is cached."""
-        self._in_flight = None  # surplus rows of requests that have ended
-        self.reset_prefix_cache()
-        with self._device.current():
-            yield
-
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.block_manager.reset()
 
-    def limit(self, max_model_len: int) -> None:
-        """Lower the maximum length of sequences to what all replicas have memory for. There are no requests.
-
-        KVCacheMemoryError if there is less room here."""
-        if (most := self.room.max_model_len) < max_model_len:
-            raise KVCacheMemoryError(
-                f"the KV cache has room for {most} tokens, but at first all replicas had room for "
-                f"{max_model_len}; close other programs on the device, or start again with "
-                f"max_model_len={most}"
-            )
-        self.room = replace(self.room, asked=max_model_len)
-        self.scheduler = Scheduler(self._config, self.room)
-
-    def sleep(self, level: int) -> None:
-        with self._resting():
-            self.ranks.call("sleep", level)
-
-    def wake_up(self, tags: frozenset[str]) -> None:
-        if self.runner.drops_weights and WEIGHTS in tags:
-            self._check_checkpoint()
-        with self._resting():
-            needs = self.ranks.call("wake_up_need", tags)
-            for rank, (need, free, total) in enumerate(needs):
-                if need > free:
-                    raise KVCacheMemoryError(
-                        f"no room to wake up on rank {rank}: {need / 2**30:,.2f} GiB are needed, and "
-                        f"{free / 2**30:,.2f} of {total / 2**30:,.2f} GiB are free. Free memory that others "
-                        "use (torch.cuda.empty_cache() in their process) and call wake_up() again"
-                    )
-            self.ranks.call("wake_up", tags)
-
-    def update(self, tensors: Mapping[str, Any] | Iterable[Any]) -> None:
-        with self._resting():
-            pairs, checker = named_pairs(tensors), WeightChecker(self.runner.model)
-            if isinstance(pairs, Collection):
-                for _ in checker.accept(pairs):
-                    pass
-            try:
-                load_tensors(self.ranks, checker.accept(pairs))
-            finally:
-                with held_interrupts():
-                    self.ranks.call("finish_update")
-
-    def _check_checkpoint(self) -> None:
-        if self._config.load_format != "dummy":
-            check_weights(self.runner.model_config, self.runner.model_path)
-
     def set_tokenizer(self, tokenizer: Any) -> None:
         self.requests.processor.tokenizer = tokenizer
-
-    def apply(self, function: Callable[[RankView], Any]) -> list[Any]:
-        with self._resting():
-            return self.ranks.call("apply", function)
-
-    def start_profile(self, folder: str, name: str) -> None:
-        check_can_profile()
-        with self._device.current():
-            self.ranks.call("start_profile", folder, name)
-
-    def stop_profile(self) -> list[str]:
-        if self.runner.profile is None:
-            raise RuntimeError("no profile is on; call start_profile() first")
-        with self._device.current():
-            return self.ranks.call("stop_profile")
 
     def close(self) -> None:
         self.ranks.stop()

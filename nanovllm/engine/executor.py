@@ -5,13 +5,11 @@ It speaks of requests, never of tokens or blocks. It admits no callers: the engi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from nanovllm.engine.stats import StepStats
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.room import Room
-from nanovllm.residency.runner import RankView
 from nanovllm.text.prompts import Request
 
 
@@ -46,7 +44,7 @@ class Executor(Protocol):
 
     @property
     def asleep(self) -> frozenset[str]:
-        """Which of `TAGS` sleep."""
+        """Which parts of the model sleep, so that no step can run; see `residency/`."""
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -71,26 +69,7 @@ class Executor(Protocol):
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache; False, and nothing is done, while requests hold blocks."""
 
-    def sleep(self, level: int) -> None:
-        """Free weights, KV cache and CUDA graphs; see `LLM.sleep`."""
-
-    def wake_up(self, tags: frozenset[str]) -> None:
-        """Wake those of `tags` that sleep. After KVCacheMemoryError or ModelLoadError they still sleep."""
-
-    def update(self, tensors: Mapping[str, Any] | Iterable[Any]) -> None:
-        """Check and load new weights; see `LLM.update_weights`."""
-
     def set_tokenizer(self, tokenizer: Any) -> None: ...
-
-    def start_profile(self, folder: str, name: str) -> None:
-        """Start a profile of every rank. name: ends the names of the traces."""
-
-    def stop_profile(self) -> list[str]:
-        """End the profile; return the path of each rank's trace."""
-
-    def apply(self, function: Callable[[RankView], Any]) -> list[Any]:
-        """Call a function with each rank, rank 0 first, of each replica; return its results, a `FailedCall`
-        for an exception. The prefix cache is empty afterwards."""
 
     def close(self) -> None:
         """Free the devices, and end all processes."""

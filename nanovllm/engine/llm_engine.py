@@ -5,14 +5,12 @@ Checks prompts and numbers requests; its Executor runs them. No state outlives `
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryFile
-from time import perf_counter, time_ns
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
 from nanovllm.config import Config
@@ -25,18 +23,22 @@ from nanovllm.engine.startup import OpenedModel, open_model, recommended_params,
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.errors import BadRow, attempt, raise_first
 from nanovllm.inputs import PromptLike
-from nanovllm.lifecycle import Lifecycle, held_interrupts
+from nanovllm.lifecycle import Lifecycle
 from nanovllm.outputs import RequestOutput
-from nanovllm.residency.runner import TAGS, WEIGHTS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import refused_output
 from nanovllm.text.prompts import PromptBatch, Request, parse_prompt, parse_sampling_params
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
 Engine = TypeVar("Engine", bound="LLMEngine")
+
+
+def asleep_error(sleeping: Collection[str], why: str = "") -> RuntimeError:
+    """The error of a call that needs what sleeps."""
+    names = " and ".join(sorted(sleeping, reverse=True))
+    return RuntimeError(f"this engine sleeps ({names}); call wake_up() first{why}")
 
 
 class LLMEngine:
@@ -47,6 +49,8 @@ class LLMEngine:
     """
 
     on_step: Callable[[StepStats], object] | None = None
+    _executor: Executor
+    _alone: Callable[[OpenedModel], Executor] = Core  # makes the executor of one model
     _replicated: Callable[[OpenedModel], Executor] | None = None  # makes the executor of several replicas
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
@@ -56,12 +60,11 @@ class LLMEngine:
         loaded, and KVCacheMemoryError if the device is too full, in this order. Cheap checks come first.
         """
         self.config = Config.from_kwargs(model, **options)
-        self._profile_folder = _profile_folder(options.get("profiler_config"))
         opened = open_model(self.config)
         self._defaults, self._processor = opened.defaults, opened.processor
         self._embedding = opened.embedding
         if (size := self.config.data_parallel_size) == 1:
-            self._executor: Executor = Core(opened)
+            self._executor = self._alone(opened)
         elif self._replicated is None:
             raise ValueError(f"data_parallel_size={size} needs LLM itself, not {type(self).__name__}")
         else:
@@ -155,84 +158,6 @@ class LLMEngine:
         with self._calling(asleep=True, beside=True):
             return self._executor.reset_prefix_cache()
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Free the device's memory on every rank: weights, KV cache and CUDA graphs.
-
-        level: 1 keeps a copy of the weights in host memory; 2 drops them, and `wake_up` reads the checkpoint
-        again. A second call does nothing, except that level 2 after level 1 drops the copy.
-        mode: vLLM's, what becomes of running requests; it changes nothing, because none runs between calls.
-
-        ValueError for another level; RuntimeError while requests of `add_request` are unfinished. Until
-        `wake_up`, calls that run the model raise RuntimeError. The prefix cache is empty afterwards.
-        """
-        if level not in (1, 2) or isinstance(level, bool):
-            raise ValueError(f"level={level!r} must be 1 (weights to host memory) or 2 (drop them)")
-        with self._between_requests("sleep()"), held_interrupts():
-            self._executor.sleep(level)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Allocate the device's memory again; return whether the engine runs now.
-
-        tags: a list of "weights" and "kv_cache"; None means both. The engine runs when both are awake.
-
-        After `sleep(1)` the answers are the same as before it. After `sleep(2)` the weights are the
-        checkpoint's, without the changes of `update_weights`. ValueError for other tags; KVCacheMemoryError
-        if a device has too little free memory, ModelLoadError if the checkpoint cannot be read. After these
-        two the engine still sleeps.
-        """
-        chosen = _parse_tags(tags)
-        with self._between_requests("wake_up()"), held_interrupts():
-            self._executor.wake_up(chosen)
-            return not self._executor.asleep
-
-    def is_sleeping(self) -> bool:
-        """Whether `wake_up` must come before the engine can run."""
-        self._lifecycle.check_open()
-        return bool(self._executor.asleep)
-
-    def update_weights(
-        self, named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-    ) -> None:
-        """Replace all or some weights; the result equals, bit for bit, a fresh load of such a checkpoint.
-
-        named_tensors: tensors by their names in a checkpoint's safetensors files, of any float dtype and on
-        any device. A dict or list is checked as a whole before any weight changes. Other iterables, such as a
-        generator of tensors that do not fit into memory together, are checked one tensor at a time, each
-        before it is loaded. After an error the earlier tensors stay loaded, and the engine is usable. With
-        replicas all tensors are checked first, and stay in host memory for replicas that restart.
-
-        TypeError or ValueError names the tensor and what is expected. RuntimeError while requests of
-        `add_request` are unfinished, and while the weights sleep. The prefix cache is empty afterwards.
-        """
-        with self._between_requests("update_weights()"):
-            self._check_awake((WEIGHTS,), why=", at least with tags=['weights']")
-            self._executor.update(named_tensors)
-
-    def start_profile(self, folder: str | Path | None = None) -> None:
-        """Start torch.profiler on every rank; `stop_profile` ends it.
-
-        folder: receives a Chrome trace of each rank; created if missing. None takes `torch_profiler_dir` of
-        the option `profiler_config`, or the environment variable VLLM_TORCH_PROFILER_DIR. ValueError without
-        a folder, OSError if it is not writable, RuntimeError if a torch profiler is active in the engine's
-        process.
-        """
-        folder = folder or self._profile_folder or os.environ.get("VLLM_TORCH_PROFILER_DIR")
-        if not folder:
-            raise ValueError("start_profile() needs a folder; pass one, or set VLLM_TORCH_PROFILER_DIR")
-        with self._calling(beside=True):
-            path = Path(folder).expanduser().absolute()
-            path.mkdir(parents=True, exist_ok=True)
-            TemporaryFile(dir=path).close()  # it can be written to
-            self._executor.start_profile(str(path), str(time_ns()))
-
-    def stop_profile(self) -> list[Path]:
-        """End the profile; return the path of each rank's trace, for chrome://tracing or ui.perfetto.dev.
-
-        RuntimeError if there is no profile. `close` also ends a profile, and writes nothing.
-        """
-        with self._calling(beside=True):
-            return [Path(path) for path in self._executor.stop_profile()]
-
     # -- the end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -281,11 +206,10 @@ class LLMEngine:
             with self._emptied_on_error():
                 yield
 
-    def _check_awake(self, needed: Collection[str] = TAGS, why: str = "") -> None:
-        """Raise RuntimeError if one of `needed` sleeps."""
-        sleeping = [tag for tag in TAGS if tag in self._executor.asleep and tag in needed]
-        if sleeping:
-            raise RuntimeError(f"this engine sleeps ({' and '.join(sleeping)}); call wake_up() first{why}")
+    def _check_awake(self) -> None:
+        """Raise RuntimeError if the engine sleeps."""
+        if sleeping := self._executor.asleep:
+            raise asleep_error(sleeping)
 
     def _check_idle(self, call: str) -> None:
         if unfinished := self._executor.load.num_requests:
@@ -377,19 +301,3 @@ class LLMEngine:
         if step.stats is not None and self.on_step is not None:
             self.on_step(step.stats)
         return step
-
-
-def _profile_folder(profiler_config: object) -> str | None:
-    """The folder of vLLM's option, a dictionary or an object."""
-    if isinstance(profiler_config, Mapping):
-        return profiler_config.get("torch_profiler_dir")
-    return getattr(profiler_config, "torch_profiler_dir", None)
-
-
-def _parse_tags(tags: object) -> frozenset[str]:
-    """Return the tags of a `wake_up`; ValueError if one is unknown."""
-    if tags is None:
-        return frozenset(TAGS)
-    if isinstance(tags, str) or not isinstance(tags, Collection) or not tags or not set(tags) <= set(TAGS):
-        raise ValueError(f"tags={tags!r} must be None or a list of {' and '.join(map(repr, TAGS))}")
-    return frozenset(tags)

@@ -23,7 +23,10 @@ MAX_INTERVALS = 600  # above this, pairs of intervals are merged
 class StepStats:
     """One finished step. Running and waiting sequences are counted after it, without those that it ended."""
 
-    batch: Batch  # read-only
+    kind: StepKind
+    num_seqs: int
+    num_new_tokens: int  # whose K/V it computed: prompts in prefill, one for each sequence in decode
+    num_attention_pairs: int  # pairs of a new token and a token that it attends to
     seconds: float  # since the end of the previous step; for the first step, since its request arrived
     num_drawn_tokens: int  # without those of surplus rows
     num_cached_tokens: int  # found in the prefix cache for the sequences admitted for this step
@@ -32,19 +35,6 @@ class StepStats:
     num_waiting: int  # sequences
     kv_cache_usage: float  # share of the blocks that sequences hold
     num_preemptions: int = 0  # sequences that gave up their blocks for this step
-
-    @property
-    def kind(self) -> StepKind:
-        return self.batch.kind
-
-    @property
-    def num_seqs(self) -> int:
-        return len(self.batch.seq_ids)
-
-    @property
-    def num_new_tokens(self) -> int:
-        """Tokens whose K/V this step computed: prompts in prefill, one for each sequence in decode."""
-        return len(self.batch.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +85,19 @@ class _Interval:
     usage: float = 0.0
 
     def add(self, step: StepStats) -> None:
-        batch = step.batch
-        if batch.kind is StepKind.DECODE:
+        if step.kind is StepKind.DECODE:
             self.num_decode_steps += 1
             self.decode_seconds += step.seconds
             self.num_decoded_tokens += step.num_drawn_tokens
-            self.num_decode_rows += len(batch.seq_ids)
-            self.num_context_tokens += int(batch.context_lens.sum())
+            self.num_decode_rows += step.num_seqs
+            self.num_context_tokens += step.num_attention_pairs
         else:
             self.num_prefill_steps += 1
             self.prefill_seconds += step.seconds
-            self.num_computed_tokens += len(batch.token_ids)
+            self.num_computed_tokens += step.num_new_tokens
             self.num_cached_tokens += step.num_cached_tokens
-            self.num_prefill_rows += len(batch.seq_ids)
-            self.num_attention_pairs += attention_pairs(batch.query_lens, batch.context_lens)
+            self.num_prefill_rows += step.num_seqs
+            self.num_attention_pairs += step.num_attention_pairs
         self.num_output_tokens += step.num_drawn_tokens
         self.num_finished_requests += step.num_finished
         self.num_preemptions += step.num_preemptions
@@ -137,6 +126,13 @@ class _Interval:
     def sums_of(self, kind: type[TimelinePoint | EngineStats]) -> dict[str, Any]:
         """The sums that are fields of `kind`."""
         return {each.name: getattr(self, each.name) for each in fields(kind) if each.name in _SUMMED}
+
+
+def pairs_of(batch: Batch) -> int:
+    """The pairs of a step; in decode each row has one new token."""
+    if batch.kind is StepKind.DECODE:
+        return int(batch.context_lens.sum())
+    return attention_pairs(batch.query_lens, batch.context_lens)
 
 
 def attention_pairs(query_lens: np.ndarray, context_lens: np.ndarray) -> int:

@@ -30,11 +30,11 @@ from nanovllm.errors import KVCacheMemoryError, ModelLoadError
 from nanovllm.jobs.check import version
 from nanovllm.jobs.errors import ANSWERED, REFUSED
 from nanovllm.jobs.job import engine_options
+from nanovllm.layers.stream import Group
 from nanovllm.models.checkpoint import Checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import Hub, open_checkpoint, resolve_model_path
 from nanovllm.models.weights import check_weights, weight_bytes
-from nanovllm.parallel.group import TPGroup
 from nanovllm.runner.memory import check_weights_fit
 
 _GIB = 2**30
@@ -105,7 +105,7 @@ def _model(config: Config, device: Device) -> Iterator[str]:
     longest = resolve_max_model_len(config.max_model_len, model)
     yield f"max_model_len: {longest:,} of the model's {model.max_position_embeddings:,} positions"
     yield from _tokenizer(config, path)
-    need = weight_bytes(model, TPGroup(0, size), dtype)
+    need = weight_bytes(model, Group(0, size), dtype)
     free, total = device.memory()
     each = f" on each of {size} devices" if size > 1 else ""
     yield f"weights: {need / _GIB:.2f} GiB{each}; {free / _GIB:.2f} of {total / _GIB:.2f} GiB are free"

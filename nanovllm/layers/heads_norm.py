@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.layers.stream import Group
 from nanovllm.layers.weights import WeightLayer
-from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightShard
 
 
@@ -18,7 +18,7 @@ class HeadsNorm(WeightLayer):
 
     weight: torch.Tensor  # [this rank's heads * head_dim]
 
-    def __init__(self, heads: int, head_dim: int, eps: float, tp: TPGroup) -> None:
+    def __init__(self, heads: int, head_dim: int, eps: float, tp: Group) -> None:
         super().__init__()
         self.eps, self.tp = eps, tp
         self._size, self._copies = heads * head_dim, max(1, tp.size // heads)

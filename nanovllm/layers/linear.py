@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from nanovllm.kernels.activation import Activation
+from nanovllm.layers.stream import Group
 from nanovllm.layers.weights import WeightLayer, split_evenly
-from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import Gated, Kind, Normed, Product, WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import QuantConfig
 
@@ -67,7 +67,7 @@ class _PackedColumnLinear(_LinearLayer):
 class MergedColumnParallelLinear(_PackedColumnLinear):
     """Column-parallel layers on the same input as one product. sizes: the output size of each, by name."""
 
-    def __init__(self, input_size: int, sizes: dict[str, int], tp: TPGroup, bias: bool = False) -> None:
+    def __init__(self, input_size: int, sizes: dict[str, int], tp: Group, bias: bool = False) -> None:
         rows = {}
         for module, total in sizes.items():
             length = split_evenly("output size", total, tp.size)
@@ -87,7 +87,7 @@ class QKVParallelLinear(_PackedColumnLinear):
         head_dim: int,
         num_heads: int,
         num_kv_heads: int,
-        tp: TPGroup,
+        tp: Group,
         bias: bool = False,
         values: bool = True,
     ) -> None:
@@ -127,7 +127,7 @@ class RowParallelLinear(_LinearLayer):
     """
 
     def __init__(
-        self, input_size: int, output_size: int, tp: TPGroup, bias: bool = False, scale: float = 1.0
+        self, input_size: int, output_size: int, tp: Group, bias: bool = False, scale: float = 1.0
     ) -> None:
         length = split_evenly("input size", input_size, tp.size)
         shard = WeightShard("weight", None, (output_size, input_size), 1, tp.rank * length, length, 0)
@@ -143,7 +143,7 @@ class RowParallelLinear(_LinearLayer):
 class _VocabParallelLayer(WeightLayer):
     """A weight [padded vocabulary / ranks, hidden_size]."""
 
-    def __init__(self, vocab_size: int, tp: TPGroup) -> None:
+    def __init__(self, vocab_size: int, tp: Group) -> None:
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
@@ -162,7 +162,7 @@ class VocabParallelEmbedding(_VocabParallelLayer):
     tied: its weight is also that of a `ParallelLMHead`.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, tied: bool = False) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, tp: Group, tied: bool = False) -> None:
         super().__init__(vocab_size, tp)
         rows = self.rows if tp.size == 1 else self.rows + 1  # the last one is zero, for ids of other ranks
         self._declare_rows(rows, hidden_size, "tied_embedding" if tied else "embedding")
@@ -184,7 +184,7 @@ class ParallelLMHead(_VocabParallelLayer):
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, tp: TPGroup, tied_to: VocabParallelEmbedding | None = None
+        self, vocab_size: int, hidden_size: int, tp: Group, tied_to: VocabParallelEmbedding | None = None
     ) -> None:
         super().__init__(vocab_size, tp)
         self._tied_to = [tied_to]  # in a list, so that it is no part of this module

@@ -1,4 +1,5 @@
-"""The residual stream of a decoder, and the norms that read it. Owns only the norms' weights.
+"""The residual stream of a decoder, the norms that read it, and the group of ranks that sum its terms. Owns
+only the norms' weights.
 
 A layer is written as lines of `x.add(norm, block, step)`, which is x + block(norm(x)). A block's term is
 added late: by its own product, by the next norm, or together with the sum over the ranks.
@@ -8,59 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
-from nanovllm.attention.base import AttentionMetadata, StepMetadata
+from nanovllm.attention.base import AttentionColumns, AttentionMetadata, StepColumns
+from nanovllm.batch import Batch
 from nanovllm.layers.weights import WeightLayer
-from nanovllm.parallel.group import TPGroup
-from nanovllm.parallel.peer_memory import PendingSum
 from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.unquantized import QuantConfig
 
 
 class Step(NamedTuple):
-    """What blocks need to know of the T tokens of a step, or of half a step."""
+    """What blocks need to know of the T tokens of a step, or of a part of it."""
 
     positions: torch.Tensor  # [T] within their sequences
     meta: AttentionMetadata
-    halves: tuple[Step, ...] = ()  # the same tokens in two parts, if the step runs in halves
     layer_inputs: torch.Tensor | None = None  # [T, layers, size], of models whose layers have inputs
-
-    @classmethod
-    def of(cls, positions: torch.Tensor, meta: StepMetadata) -> Step:
-        if meta.halves is None:
-            return cls(positions, meta)
-        parts = positions.split([len(half.slot_mapping) for half in meta.halves])
-        return cls(positions, meta, tuple(map(cls, parts, meta.halves)))
-
-    def with_layer_inputs(self, inputs: torch.Tensor) -> Step:
-        """The same, in both halves too."""
-        parts = inputs.split([len(half.positions) for half in self.halves]) if self.halves else ()
-        halves = (half._replace(layer_inputs=part) for half, part in zip(self.halves, parts, strict=True))
-        return self._replace(halves=tuple(halves), layer_inputs=inputs)
 
 
 # Attention, an MLP, a mixture of experts: norm(x) [T, hidden_size] -> a term of the stream, this rank's part
 # of a sum over the ranks. Where rows are kept, only attention sees the others.
-_Term = torch.Tensor | Product
-_Block = Callable[[Normed, Step], _Term]
+Term = torch.Tensor | Product
+Block = Callable[[Normed, Step], Term]
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
     """The residual stream, [T, hidden_size]: `residual` plus the sum of `term` over the ranks."""
 
-    term: torch.Tensor | PendingSum  # a PendingSum contains its residual
+    term: torch.Tensor
     residual: torch.Tensor | None = None
     summed: bool = False  # `term` is the same on all ranks, and no part of a sum
 
     def add(
         self,
         norm: Norm,
-        block: _Block,
+        block: Block,
         step: Step,
         keep: torch.Tensor | None = None,
         after: RMSNorm | None = None,
@@ -71,101 +58,110 @@ class Stream:
         """
         x: Normed = norm(self)
         term = block(x, step)
-        return _added(x.total, term, keep, after)
+        return added(x.total, term, keep, after)
 
 
-def _added(
-    total: torch.Tensor, term: _Term, keep: torch.Tensor | None = None, after: RMSNorm | None = None
-) -> Stream:
-    if keep is not None:
-        term, total = term[keep], total[keep]
-    if after is not None:
-        return after.added(_value(term), total)
-    return Stream(*term.added_to(total)) if isinstance(term, Product) else Stream(term, total)
-
-
-def _value(term: _Term) -> torch.Tensor:
-    return term.tensor() if isinstance(term, Product) else term
-
-
-def _cat(terms: list[_Term]) -> _Term:
-    products = [term for term in terms if isinstance(term, Product)]
-    return Product.cat(products) if len(products) == len(terms) else torch.cat([*map(_value, terms)])
-
-
-class HalvedStream:
-    """A stream in two halves of its rows: the ranks sum one half while they compute the other half.
-
-    This is two-batch overlap, as in DeepSeek-V3's prefill and SGLang. In each layer the first half's K/V is
-    stored before the second half reads it. The sum over the ranks contains the norm that follows it, so a
-    block waits here until the next one brings its norm. Rows are kept once; the rest is a whole `Stream`.
-    """
-
-    def __init__(self, halves: tuple[Stream, ...]) -> None:
-        self._halves = list(halves)
-        self._waiting: tuple[Norm, _Block, RMSNorm | None] | None = None
+class AnyStream(Protocol):
+    """A stream, whole or in halves."""
 
     def add(
         self,
         norm: Norm,
-        block: _Block,
+        block: Block,
         step: Step,
         keep: torch.Tensor | None = None,
         after: RMSNorm | None = None,
     ) -> AnyStream:
         """As `Stream.add`. The result replaces this stream."""
-        self._run_waiting(step, norm, whole=keep is not None)
-        if keep is None:
-            self._waiting = norm, block, after
-            return self
-        totals, terms = [], []
-        for half in range(2):
-            x: Normed = norm(self._halves[half])
-            terms.append(block(x, step.halves[half]))
-            totals.append(x.total)
-            self._advance(1 - half)
-        return _added(torch.cat(totals), _cat(terms), keep, after)
-
-    def _run_waiting(self, step: Step, following: Norm, whole: bool) -> None:
-        """Run the block that waits, and start its sums, which `following` normalises."""
-        if self._waiting is None:
-            return
-        norm, block, after = self._waiting
-        for half in range(2):
-            x: Normed = norm(self._halves[half])
-            term = block(x, step.halves[half])
-            self._advance(1 - half)
-            if after is None and isinstance(following, RMSNorm):
-                self._halves[half] = Stream(following.start(_value(term), x.total, whole))
-            else:
-                self._halves[half] = _added(x.total, term, after=after)
-
-    def _advance(self, half: int) -> None:
-        term = self._halves[half].term
-        if isinstance(term, PendingSum):
-            term.advance()
 
 
-AnyStream = Stream | HalvedStream
+def added(
+    total: torch.Tensor, term: Term, keep: torch.Tensor | None = None, after: RMSNorm | None = None
+) -> Stream:
+    """The stream `total` plus a block's term; `keep` and `after` as in `Stream.add`."""
+    if keep is not None:
+        term, total = term[keep], total[keep]
+    if after is not None:
+        return after.added(value_of(term), total)
+    return Stream(*term.added_to(total)) if isinstance(term, Product) else Stream(term, total)
 
 
-def begin(embedded: torch.Tensor, step: Step) -> AnyStream:
-    """The stream of a step. embedded: [T, hidden_size], this rank's part of the embeddings."""
-    if not step.halves:
+def value_of(term: Term) -> torch.Tensor:
+    return term.tensor() if isinstance(term, Product) else term
+
+
+class Group:
+    """Rank `rank` of `size` that share one model; each holds a part of every weight.
+
+    One rank has all, and every collective is the identity. `parallel.group.TPGroup` connects several; without
+    it they only define which part a layer owns.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be in [0, {size}), not {rank}")
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `x` over the ranks, on each of them; `x` may be overwritten."""
+        if self.size > 1:
+            raise RuntimeError(f"rank {self.rank} of {self.size} has no process group to communicate through")
+        return x
+
+    def normed(
+        self, term: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> Normed:
+        """The norm of `residual` plus the sum of `term` over the ranks. On one rank it is computed by whoever
+        reads it."""
+        return Normed(self.all_reduce(term), residual, weight, eps)
+
+    def split(
+        self, batch: Batch, columns: StepColumns[np.ndarray]
+    ) -> tuple[AttentionColumns[np.ndarray], AttentionColumns[np.ndarray]] | None:
+        """The halves in which a prefill step is computed; None: whole."""
+        return None
+
+    def most_whole(self, max_tokens: int) -> int:
+        """The most tokens of a prefill step that is not split, of at most `max_tokens`."""
+        return max_tokens
+
+    def begin(self, embedded: torch.Tensor, step: Step) -> AnyStream:
+        """The stream of a step. embedded: [T, hidden_size], this rank's part of the embeddings."""
         return Stream(embedded)
-    parts = embedded.split([len(half.positions) for half in step.halves])
-    return HalvedStream(tuple(map(Stream, parts)))
+
+    def whole_rows(self, x: torch.Tensor, width: int) -> tuple[slice, torch.Tensor]:
+        """Return the range of rows that this rank draws from, and these rows of logits, [own rows, width].
+
+        x: [S, n], this rank's columns of all rows; rank r has the columns from r * n on. Columns past `width`
+        are padding.
+        """
+        return slice(0, len(x)), x[:, :width]
+
+    def join_rows(self, ids: torch.Tensor, mine: slice, logits: torch.Tensor) -> torch.Tensor:
+        """The ids [S] int64 of all rows, on every rank. mine, logits: result and argument of `whole_rows`."""
+        return ids
+
+    def join_columns(self, x: torch.Tensor, mine: slice, logits: torch.Tensor) -> torch.Tensor:
+        """As `join_rows`, for columns [S, C] float32, at least on rank 0. Integers up to 2**24 are exact."""
+        return x
+
+    def exchanges_rows(self, rows: int, dtype: torch.dtype) -> bool:
+        """Whether a CUDA graph may capture `whole_rows` of `rows` rows."""
+        return True
+
+    def close(self) -> None:
+        """Leave the group and free its memory. No operation may be waiting."""
 
 
 class NoNorm(nn.Module):
     """In place of the norm before a block (OLMo 2): only sums a stream's term over the ranks of `tp`."""
 
-    def __init__(self, tp: TPGroup) -> None:
+    def __init__(self, tp: Group) -> None:
         super().__init__()
         self.tp = tp
 
     def forward(self, x: Stream) -> Normed:
-        assert not isinstance(x.term, PendingSum), "only an RMSNorm starts a sum"
         term = x.term if x.summed else self.tp.all_reduce(x.term)
         total = term if x.residual is None else term + x.residual
         return Normed.computed(total, total)
@@ -180,10 +176,10 @@ class RMSNorm(WeightLayer):
 
     weight: torch.Tensor  # [size]
 
-    def __init__(self, size: int, eps: float, tp: TPGroup | None = None, offset: float = 0.0) -> None:
+    def __init__(self, size: int, eps: float, tp: Group | None = None, offset: float = 0.0) -> None:
         super().__init__()
         self.eps = eps
-        self.tp = tp or TPGroup()
+        self.tp = tp or Group()
         self.offset = offset
         self.declare((size,), [WeightShard.whole("weight", (size,), dummy=1.0 - offset)])
 
@@ -198,28 +194,14 @@ class RMSNorm(WeightLayer):
             self.weight += self.offset
 
     def forward(self, x: Stream) -> Normed:
-        """norm(x). On one rank it is computed by whoever reads it. After a sum in halves its `total` may have
-        only this rank's rows."""
-        term, residual = x.term, x.residual
-        if isinstance(term, PendingSum):
-            return Normed.computed(*term.finish())
-        if self.tp.size > 1 and not x.summed:
-            peer_memory = None if residual is None else self.tp.peer_memory_for(term)
-            if residual is not None and peer_memory is not None:
-                return Normed.computed(
-                    *peer_memory.all_reduce_add_rms_norm(term, residual, self.weight, self.eps)
-                )
-            term = self.tp.all_reduce(term)
-        return Normed(term, residual, self.weight, self.eps)
+        """norm(x). Its `total` may have only this rank's rows where the group runs a step in halves."""
+        if x.summed:
+            return Normed(x.term, x.residual, self.weight, self.eps)
+        return self.tp.normed(x.term, x.residual, self.weight, self.eps)
 
     def added(self, term: torch.Tensor, total: torch.Tensor) -> Stream:
         """The stream `total` plus the norm of a block's term; a family may compute more."""
         return Stream(self(Stream(term)).tensor(), total, summed=True)
-
-    def start(self, term: torch.Tensor, residual: torch.Tensor, whole: bool) -> PendingSum:
-        """Start norm(the sum of `term` over the ranks + residual). At most two may be in progress; see
-        `TPGroup.start_sum`."""
-        return self.tp.start_sum(term, residual, self.weight, self.eps, whole)
 
 
 Norm = RMSNorm | NoNorm

@@ -28,11 +28,10 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from nanovllm.layers.stream import AnyStream, RMSNorm, Step, begin
+from nanovllm.layers.stream import AnyStream, Group, RMSNorm, Step
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
 from nanovllm.moe.layers import MoE
-from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import QuantConfig
 
@@ -40,7 +39,7 @@ from nanovllm.quantization.unquantized import QuantConfig
 class Build(NamedTuple):
     """What a layer needs besides the config."""
 
-    tp: TPGroup
+    tp: Group
     backend: AttentionBackend
     rope: Callable[[RopeConfig | None, int], RotaryEmbedding]  # by settings and head_dim
 
@@ -155,7 +154,7 @@ class GatedMLP(nn.Module):
         return product
 
 
-def layer_norm(config: ModelConfig, tp: TPGroup) -> RMSNorm:
+def layer_norm(config: ModelConfig, tp: Group) -> RMSNorm:
     """A norm of the residual stream, or of what a block adds to it."""
     return RMSNorm(config.hidden_size, config.rms_norm_eps, tp, config.norm_offset)
 
@@ -204,12 +203,10 @@ class DecoderForCausalLM(nn.Module):
     """A causal language model, or one rank's part of it, declared: `allocate` gives it memory, and
     `load_weights` fills its weights. Raises ValueError if it cannot be split over the group's ranks."""
 
-    def __init__(
-        self, config: ModelConfig, tp: TPGroup, backend: AttentionBackend, max_model_len: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, tp: Group, backend: AttentionBackend, max_model_len: int) -> None:
         super().__init__()
         config.check_tensor_parallel_size(tp.size)
-        self.config = config
+        self.config, self.tp = config, tp
         rope = cache(partial(RotaryEmbedding, max_model_len + 1))
         self.model = DecoderModel(config, Build(tp, backend, rope))
         tied_to = self.model.embed_tokens if config.ties_head else None
@@ -252,13 +249,13 @@ class DecoderForCausalLM(nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
         """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; only of the
         metadata's `wanted_rows`, if it has them."""
-        step = Step.of(positions, meta)
+        step = Step(positions, meta)
         embedded = self.model.embed_tokens(input_ids)
         if self.config.embedding_multiplier != 1.0:  # rounded as the embedding is
             embedded = embedded * torch.tensor(self.config.embedding_multiplier, dtype=embedded.dtype).item()
         if self.model.layer_inputs is not None:
-            step = step.with_layer_inputs(self.model.layer_inputs(input_ids, embedded))
-        x: AnyStream = begin(embedded, step)
+            step = step._replace(layer_inputs=self.model.layer_inputs(input_ids, embedded))
+        x = self.tp.begin(embedded, step)
         last = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
             x = layer(x, step, meta.wanted_rows if index == last else None)

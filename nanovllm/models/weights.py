@@ -21,12 +21,12 @@ import torch
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.errors import ModelLoadError
 from nanovllm.formats.fp8.kernels.values import GROUP
+from nanovllm.layers.stream import Group
 from nanovllm.layers.weights import allocate, finish_loading, weight_slots
 from nanovllm.models.checkpoint import CONFIG_FILE, listing, rows_of
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import open_checkpoint
-from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.names import BARE
 
@@ -254,7 +254,7 @@ def check_weights(config: ModelConfig, folder: str | Path) -> None:
     with checkpoint.tensors() as found:
         tensors = _by_name(config, found)
         _check_layers(config, tensors, Path(folder))  # first: the model is as large as the config says
-        checker = WeightChecker(_unallocated(config, TPGroup(), torch.float32))
+        checker = WeightChecker(_unallocated(config, Group(), torch.float32))
         checker.check(tensors, Path(folder))
         absent = sorted(name for name in checkpoint.absent if not checker.knows(_named(config, name)))
         if absent:
@@ -264,7 +264,7 @@ def check_weights(config: ModelConfig, folder: str | Path) -> None:
             )
 
 
-def weight_bytes(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> int:
+def weight_bytes(config: ModelConfig, tp: Group, dtype: torch.dtype) -> int:
     """Return the size of a rank's weights in bytes; padding makes it the same on every rank.
 
     Computed from one layer of each kind. Raises ValueError if `tp` cannot split the model.
@@ -278,7 +278,7 @@ def weight_bytes(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> int:
     return rest + layers
 
 
-def _unallocated(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> DecoderForCausalLM:
+def _unallocated(config: ModelConfig, tp: Group, dtype: torch.dtype) -> DecoderForCausalLM:
     """The model with shapes but without memory."""
     model = DecoderForCausalLM(config, tp, ReferenceBackend(), 1)
     allocate(model, WeightOptions(dtype, torch.device("meta")), config.quant)

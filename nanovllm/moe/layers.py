@@ -12,11 +12,10 @@ from torch import nn
 
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.layers.stream import Step
+from nanovllm.layers.stream import Group, Step
 from nanovllm.layers.weights import WeightLayer, split_evenly
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
-from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import ExpertWeights, Normed, Product, WeightShard, WeightSource
 
 _MAX_EXPERTS = 4096
@@ -106,7 +105,7 @@ class _Biases(WeightLayer):
 class Experts(WeightLayer):
     """The experts of a layer: gated MLPs."""
 
-    def __init__(self, hidden_size: int, spec: MoESpec, tp: TPGroup) -> None:
+    def __init__(self, hidden_size: int, spec: MoESpec, tp: Group) -> None:
         super().__init__()
         width = split_evenly("expert width", spec.width, tp.size)
         gate, up, down = spec.projections
@@ -148,7 +147,7 @@ class Experts(WeightLayer):
 class MoE(nn.Module):
     """A router, which sends each row to `top_k` experts and weighs their results, and a shared expert."""
 
-    def __init__(self, hidden_size: int, spec: MoESpec, tp: TPGroup, shared: nn.Module | None = None) -> None:
+    def __init__(self, hidden_size: int, spec: MoESpec, tp: Group, shared: nn.Module | None = None) -> None:
         """shared: the MLP that every row goes to, if the spec has one."""
         super().__init__()
         self.spec = spec

@@ -1,7 +1,8 @@
 """Channel: broadcasts rank 0's calls to the worker processes of one host through shared memory.
 
-Owns the segment, the semaphores and the wire format. A message is a method name and its arguments; it reaches
-every reader once, in order and whole, whatever its size. Starts no process, never answers, imports no torch.
+Owns the segment, the semaphores and the wire format. A message is a function, by its qualified name, and its
+arguments; it reaches every reader once, in order and whole, whatever its size. Starts no process, never
+answers, imports no torch.
 """
 
 # The segment is a ring of slots for pieces of messages. Each reader has two counting semaphores: pieces
@@ -37,6 +38,8 @@ from nanovllm.lifecycle import finalize
 _CHECK_SECONDS = 0.1  # how often a waiting writer checks that its readers are alive
 ALIGNMENT = 8  # bytes; of every array in a message, for the widest dtype
 
+Received = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments
+
 _SLOT_HEADER = struct.Struct("qqq")  # the piece's number, its offset in the message, the message's length
 
 
@@ -66,7 +69,9 @@ class Channel:
         self._claimed = [False] * num_readers  # whether the reader has emptied the slot of the next piece
         self._sending = False
 
-    def send(self, method: str, *args: object, check_alive: Callable[[], None] | None = None) -> None:
+    def send(
+        self, call: Callable[..., object], *args: object, check_alive: Callable[[], None] | None = None
+    ) -> None:
         """Write a call for every reader: arrays as raw bytes, everything else pickled.
 
         While the slowest reader is a whole ring behind, this waits and calls `check_alive` every
@@ -76,10 +81,10 @@ class Channel:
         from `check_alive`. EngineClosedError after `close`.
         """
         if not self._unlink.alive:
-            raise EngineClosedError(f"{method!r} was called after the workers' channel was closed")
+            raise EngineClosedError(f"{call.__name__!r} was called after the workers' channel was closed")
         if self._sending:
             raise WorkerError("the workers are out of step: an earlier call was interrupted during sending")
-        message = memoryview(_encode(method, args))
+        message = memoryview(_encode(call, args))
         self._sending = True
         for offset in range(0, len(message), self._slot_bytes):
             self._claim_slot(check_alive)
@@ -130,8 +135,8 @@ class ChannelReader:
     _next_piece: int = 0
     _message: bytearray = field(default_factory=bytearray)  # the received part of it
 
-    def receive(self, timeout: float) -> tuple[str, tuple[Any, ...]] | None:
-        """Return the next call as (method, arguments), or None if it is not complete after `timeout` seconds.
+    def receive(self, timeout: float) -> Received | None:
+        """Return the next call as (function, arguments); None if it is not complete after `timeout` seconds.
 
         Its arrays lie in the message's own memory, outside the segment, and can be kept. Raises
         FileNotFoundError if rank 0 closed the channel before the first `receive`.
@@ -202,13 +207,13 @@ def _attach(name: str) -> SharedMemory:
 
 
 # A message: the number of parts, their lengths, and the parts, each at a multiple of ALIGNMENT. The first one
-# is the pickled (method, arguments); the others are its arrays, which pickle keeps out of band (PEP 574).
+# is the pickled (function, arguments); the others are its arrays, which pickle keeps out of band (PEP 574).
 
 
-def _encode(method: str, args: tuple[object, ...]) -> bytearray:
+def _encode(call: Callable[..., object], args: tuple[object, ...]) -> bytearray:
     arrays: list[memoryview] = []
-    call = pickle.dumps((method, args), protocol=5, buffer_callback=lambda each: arrays.append(each.raw()))
-    parts: list[bytes | memoryview] = [call, *arrays]
+    pickled = pickle.dumps((call, args), protocol=5, buffer_callback=lambda each: arrays.append(each.raw()))
+    parts: list[bytes | memoryview] = [pickled, *arrays]
     lengths = [len(part) for part in parts]
     message = bytearray(struct.pack(f"{len(parts) + 1}q", len(parts), *lengths))
     for part in parts:
@@ -217,11 +222,11 @@ def _encode(method: str, args: tuple[object, ...]) -> bytearray:
     return message
 
 
-def _decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
+def _decode(message: bytearray) -> Received:
     view = memoryview(message)
     (count,) = struct.unpack_from("q", view)
     lengths = struct.unpack_from(f"{count}q", view, ALIGNMENT)
     starts = accumulate((length + -length % ALIGNMENT for length in lengths), initial=ALIGNMENT * (count + 1))
-    call, *arrays = (view[start : start + length] for start, length in zip(starts, lengths, strict=False))
-    method, args = pickle.loads(call, buffers=arrays)
-    return method, args
+    pickled, *arrays = (view[start : start + length] for start, length in zip(starts, lengths, strict=False))
+    call, args = pickle.loads(pickled, buffers=arrays)
+    return call, args

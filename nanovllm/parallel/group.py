@@ -5,17 +5,23 @@ It starts no process and does not use the default process group: every engine ha
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from nanovllm.attention.base import StepColumns
+from nanovllm.batch import Batch
 from nanovllm.device import Device
 from nanovllm.kernels.compat import HAS_TRITON
 from nanovllm.kernels.rms_norm import add_rms_norm
+from nanovllm.layers.stream import AnyStream, Group, Step
+from nanovllm.parallel.halves import Half, begin, halves, most_whole, overlaps
 from nanovllm.parallel.peer_memory import ExchangedRows, PeerMemory, PeerMemorySizes, PendingSum
 from nanovllm.parallel.rendezvous import Backend, Rendezvous, gloo, nccl, nccl_settings
+from nanovllm.quantization.base import Normed
 
 
-class TPGroup:
+class TPGroup(Group):
     """Rank `rank` of `size` tensor-parallel ranks. With one rank every collective is the identity.
 
     Without a `process_group`, a group of several ranks only defines which shard a layer owns. Collectives
@@ -23,10 +29,7 @@ class TPGroup:
     """
 
     def __init__(self, rank: int = 0, size: int = 1, process_group: Backend | None = None) -> None:
-        if not 0 <= rank < size:
-            raise ValueError(f"rank must be in [0, {size}), not {rank}")
-        self.rank = rank
-        self.size = size
+        super().__init__(rank, size)
         self._process_group = process_group
         self._sums: dict[object, dist.Work] = {}  # those of `start_sum` in progress; see `_wait`
         self._peer_memory: PeerMemory | None = None
@@ -57,7 +60,6 @@ class TPGroup:
         return group
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `x` over the ranks, on each of them; `x` may be overwritten."""
         if self.size == 1:
             return x
         peer_memory = self.peer_memory_for(x)
@@ -67,6 +69,23 @@ class TPGroup:
         options.asyncOp = False  # on the current stream, which CUDA graphs capture best
         _wait(self._group().allreduce([x], options))
         return x
+
+    def normed(
+        self, term: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> Normed:
+        peer_memory = None if residual is None else self.peer_memory_for(term)
+        if residual is None or peer_memory is None:
+            return super().normed(term, residual, weight, eps)
+        return Normed.computed(*peer_memory.all_reduce_add_rms_norm(term, residual, weight, eps))
+
+    def split(self, batch: Batch, columns: StepColumns[np.ndarray]) -> tuple[Half, Half] | None:
+        return halves(batch, columns) if overlaps(batch, self.size) else None
+
+    def most_whole(self, max_tokens: int) -> int:
+        return most_whole(max_tokens, self.size)
+
+    def begin(self, embedded: torch.Tensor, step: Step) -> AnyStream:
+        return begin(embedded, step, self.start_sum)
 
     def start_sum(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, whole: bool
@@ -92,12 +111,8 @@ class TPGroup:
         return PendingSum(finish)
 
     def whole_rows(self, x: torch.Tensor, width: int) -> tuple[slice, torch.Tensor]:
-        """Return the range of rows that this rank draws from, and these rows of logits, [own rows, width].
-
-        x: [S, n], this rank's columns of all rows; rank r has the columns from r * n on. Columns past `width`
-        are padding. With peer memory each rank gets a share of the rows, valid until `join_rows`; else rank 0
-        gets all rows.
-        """
+        """As in `Group`. With peer memory each rank gets a share of the rows, valid until `join_rows`; else
+        rank 0 gets all rows."""
         if self.size == 1:
             return slice(0, len(x)), x[:, :width]
         if (exchanged := self._exchanged(len(x), x.dtype)) is not None:
@@ -110,7 +125,6 @@ class TPGroup:
         return slice(0, len(x)), torch.cat(parts, dim=-1)[:, :width]
 
     def join_rows(self, ids: torch.Tensor, mine: slice, logits: torch.Tensor) -> torch.Tensor:
-        """The ids [S] int64 of all rows, on every rank. mine, logits: result and argument of `whole_rows`."""
         if self.size == 1:
             return ids
         if (exchanged := self._exchanged(len(logits), logits.dtype)) is not None:
@@ -121,7 +135,6 @@ class TPGroup:
         return ids
 
     def join_columns(self, x: torch.Tensor, mine: slice, logits: torch.Tensor) -> torch.Tensor:
-        """As `join_rows`, for columns [S, C] float32, at least on rank 0. Integers up to 2**24 are exact."""
         if self.size == 1 or not self.exchanges_rows(len(logits), logits.dtype):
             return x
         whole = x.new_zeros(len(logits), x.shape[1])
@@ -168,7 +181,7 @@ class TPGroup:
             process_group.abort()
 
     def close(self) -> None:
-        """Leave the group and free its memory and rendezvous. No operation may be waiting."""
+        """As in `Group`; the rendezvous closes too."""
         self._peer_memory = None
         self.abort()
         rendezvous, self._rendezvous = self._rendezvous, None

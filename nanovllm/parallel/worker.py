@@ -16,83 +16,75 @@ import threading
 import traceback
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from os import scandir
-from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NoReturn
 
-from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.errors import WorkerError
-from nanovllm.models.config import ModelConfig
-from nanovllm.parallel.channel import ChannelReader
+from nanovllm.parallel.channel import ChannelReader, Received
 from nanovllm.parallel.group import TPGroup
+from nanovllm.parallel.halves import OVERLAP_TOKENS, rows_of_half
 from nanovllm.parallel.peer_memory import PeerMemorySizes
 from nanovllm.parallel.rendezvous import Rendezvous
 from nanovllm.parallel.watch import Failure, Progress
-from nanovllm.residency.runner import ResidentModelRunner
-from nanovllm.runner.inputs import OVERLAP_TOKENS, rows_of_half
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.ranks import RankSetup, bound
 
 EXIT_SECONDS = 5.0  # time for workers to exit on request; then they are killed
 OWN_FILES, FILES_PER_PROCESS = 16, 8  # that may be open at once: weights, pipes, sockets
 _PARENT_SECONDS = 0.5  # how often a worker checks that rank 0 is alive
 
 
-@dataclass(frozen=True)
-class RankSetup:
-    """Everything that a process needs to become rank `rank` of `size`."""
+UNANSWERED: set[Callable[..., object]] = {ModelRunner.launch, ModelRunner.draw}
 
-    rank: int
-    size: int
-    device: str
+
+@dataclass(frozen=True)
+class Member:
+    """A rank among several, and where they meet."""
+
+    setup: RankSetup
     rendezvous: str  # the folder of the Rendezvous
-    config: Config
-    model_config: ModelConfig
-    model_path: Path
-    max_model_len: int
 
     def join_group(self, device: Device, rendezvous: Rendezvous) -> TPGroup:
         """Connect to the other ranks, which make the same call."""
-        group = TPGroup.connect(self.rank, self.size, device, rendezvous)
-        dtype = device.resolve_dtype(self.config.dtype, self.model_config.dtype)
-        copied_rows = rows_of_half(self.config.max_num_batched_tokens, self.size)
-        max_rows = self.config.max_num_seqs
-        if self.size == 2:  # also short prefill steps: one shot moves as much as NCCL, and includes the norm
-            max_rows = max(max_rows, min(self.config.max_num_batched_tokens, OVERLAP_TOKENS - 1))
+        setup, config, model = self.setup, self.setup.config, self.setup.model_config
+        group = TPGroup.connect(setup.rank, setup.size, device, rendezvous)
+        copied_rows = rows_of_half(config.max_num_batched_tokens, setup.size)
+        max_rows = config.max_num_seqs
+        if setup.size == 2:  # also short prefill steps: one shot moves as much as NCCL, and includes the norm
+            max_rows = max(max_rows, min(config.max_num_batched_tokens, OVERLAP_TOKENS - 1))
         sizes = PeerMemorySizes(
-            dtype,
+            device.resolve_dtype(config.dtype, model.dtype),
             max_rows,
-            self.model_config.hidden_size,
+            model.hidden_size,
             copied_rows,
-            logit_rows=self.config.max_num_seqs,
-            vocab_size=self.model_config.vocab_size,
+            logit_rows=config.max_num_seqs,
+            vocab_size=model.vocab_size,
         )
         group.make_peer_memory(sizes, device)
         return group
 
-    def load(
-        self, device: Device, group: TPGroup, check: Callable[[], None] = lambda: None
-    ) -> ResidentModelRunner:
-        """Load this rank's part of the model; `check` as in `ModelRunner`."""
-        return ResidentModelRunner(
-            self.config, self.model_config, self.model_path, device, group, self.max_model_len, check
-        )
+    def load(self, device: Device, group: TPGroup, check: Callable[[], None]) -> ModelRunner:
+        """As `RankSetup.load`."""
+        return self.setup.load(device, group, check)
 
 
 # -- in the worker ------------------------------------------------------------------------------------------
 
 
-def worker_main(setup: RankSetup, reader: ChannelReader, replies: Connection, parent: int) -> None:
+def worker_main(member: Member, reader: ChannelReader, replies: Connection, parent: int) -> None:
     """The main function of a worker process; it never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
-    threading.Thread(target=exit_with, args=(parent, setup.rendezvous), daemon=True).start()
+    threading.Thread(target=exit_with, args=(parent, member.rendezvous), daemon=True).start()
+    setup = member.setup
     try:
         with Device(setup.device).share_of_threads(setup.size, setup.config.num_threads):
-            loop(setup, reader, replies)
+            loop(member, reader, replies)
     except BaseException:  # report everything to rank 0
         failure = Failure(setup.rank, f"failed:\n{traceback.format_exc()}", False, monotonic())
         with suppress(OSError):  # rank 0 is gone
@@ -109,27 +101,35 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def loop(setup: RankSetup, reader: ChannelReader, replies: Connection) -> None:
-    """Repeat rank 0's calls until it calls `exit`. Answer all calls except `launch` and `draw`."""
-    device = Device(setup.device)
+def loop(member: Member, reader: ChannelReader, replies: Connection) -> None:
+    """Repeat rank 0's calls until it calls `ModelRunner.exit`. The first one is `Member.load`, once the
+    weights of all ranks fit. Answer all but UNANSWERED."""
+    device = Device(member.setup.device)
     replies.send(device.memory())
-    runner: ResidentModelRunner | None = None
-    while True:
-        call = reader.receive(timeout=60.0)
-        if call is None:
-            continue
-        method, args = call
+    runner: ModelRunner | None = None
+    for call, args in _calls(reader):
         result = None
-        if method == "load":
-            group = setup.join_group(device, Rendezvous(setup.rendezvous))
-            runner = setup.load(device, group, lambda: replies.send(Progress()))
+        if runner is None:
+            assert call is Member.load, "nothing runs before the model is loaded"
+            group = member.join_group(device, Rendezvous(member.rendezvous))
+            runner = member.load(device, group, lambda: replies.send(Progress()))
             gc.freeze()  # existing objects stay: no full collection while all ranks wait
-        elif runner is not None:
-            result = getattr(runner, method)(*args)
-        if method == "exit":
-            return
-        if method not in ("launch", "draw"):
+        else:
+            result = bound(runner, call)(*args)
+        if call not in UNANSWERED:
             replies.send(result)
+    if runner is not None:
+        runner.exit()
+
+
+def _calls(reader: ChannelReader) -> Iterator[Received]:
+    """Rank 0's calls, up to `ModelRunner.exit`."""
+    while True:
+        received = reader.receive(timeout=60.0)
+        if received is not None:
+            if received[0] is ModelRunner.exit:
+                return
+            yield received
 
 
 def exit_with(parent: int, folder: str = "") -> None:

@@ -7,11 +7,13 @@ checks new tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.layers.weights import finish_loading, methods, weight_slots
+from nanovllm.residency.profile import RankProfile
 from nanovllm.runner.model_runner import ModelRunner
 
 WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
@@ -65,6 +67,7 @@ class ResidentModelRunner(ModelRunner):
         self._freed: list[_FreedStorage] = []
         self._num_blocks = 0  # of the freed KV cache
         self._freed_bytes = 0  # of the freed KV cache and CUDA graphs
+        self.profile: RankProfile | None = None  # the active one
 
     @property
     def drops_weights(self) -> bool:
@@ -166,6 +169,18 @@ class ResidentModelRunner(ModelRunner):
         finish_loading(self.model)
         self.calibrate_kv_cache()
 
+    def start_profile(self, folder: str, name: str) -> None:
+        """Start a profile, for a trace in `folder` with the rank and `name` in its file name."""
+        self.profile = RankProfile(Path(folder, f"rank{self.tp.rank}.{name}.pt.trace.json.gz"), self.device)
+
+    def stop_profile(self) -> str:
+        """End the profile and return the path of its trace."""
+        assert self.profile is not None, "the caller checks that a profile is active"
+        profile, self.profile = self.profile, None
+        return str(profile.stop())
+
     def exit(self) -> None:
+        if self.profile is not None:
+            self.profile.drop()
         self._freed.clear()
         super().exit()

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.lifecycle import held_interrupts
-from nanovllm.parallel.ranks import Ranks
+from nanovllm.residency.runner import ResidentModelRunner
+from nanovllm.runner.ranks import OneRank
 
 ALIGNMENT = 64  # bytes
 BUFFER_BYTES = 2**27  # of tensors sent to workers at once; a larger tensor is sent alone
@@ -100,13 +101,13 @@ def _mapped(path: str, num_bytes: int) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
-def load_tensors(ranks: Ranks, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load tensors on all ranks: one by one without workers, a buffer at a time with workers."""
-    if not ranks.watch.processes:
+def load_tensors(ranks: OneRank, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load tensors on all ranks: one by one on one rank, a buffer at a time on several."""
+    if ranks.size == 1:
         for pair in tensors:
             with held_interrupts():
                 ranks.runner.load_tensors([pair])
-                ranks.watch.progress()
+                ranks.progress()
         return
     with closing(SharedMemoryBuffer(BUFFER_BYTES)) as buffer:
         try:
@@ -118,6 +119,6 @@ def load_tensors(ranks: Ranks, tensors: Iterable[tuple[str, torch.Tensor]]) -> N
             _flush(ranks, buffer)
 
 
-def _flush(ranks: Ranks, buffer: SharedMemoryBuffer) -> None:
+def _flush(ranks: OneRank, buffer: SharedMemoryBuffer) -> None:
     with held_interrupts():
-        ranks.call("load_tensors", buffer.take())
+        ranks.call(ResidentModelRunner.load_tensors, buffer.take())

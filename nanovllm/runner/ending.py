@@ -35,8 +35,8 @@ from nanovllm.kernels.logits import (
     restart_counts,
 )
 from nanovllm.kernels.sampling import filtered_logits, sample
+from nanovllm.layers.stream import Group
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.parallel.group import TPGroup
 from nanovllm.runner.inputs import StepInputs, StepTensors, last_rows, wanted_rows
 from nanovllm.sampling_params import call_processor
 
@@ -55,7 +55,7 @@ class Ending:
     """The end of every step of one rank. Each rank processes a part of the rows; all get all token ids."""
 
     def __init__(
-        self, model: DecoderForCausalLM, tp: TPGroup, device: Device, max_seqs: int, logprobs_mode: str
+        self, model: DecoderForCausalLM, tp: Group, device: Device, max_seqs: int, logprobs_mode: str
     ) -> None:
         """max_seqs: sequences of the largest step, and the number of slots. logprobs_mode: as in `Config`."""
         self._model, self._tp, self._device = model, tp, device

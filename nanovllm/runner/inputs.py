@@ -1,9 +1,9 @@
 """StepInputs, all inputs of one step, as NumPy arrays on the host and as tensors on the device;
 StepTensors, its outputs.
 
-Computes positions, cache slots and prefix sums from a `Batch`, and says which prefill steps are computed in
-two halves. Staging copies inputs to the device, in one copy, and outputs to the host; it knows the declared
-dtype, shape and neutral value of each column, but not its meaning.
+Computes positions, cache slots and prefix sums from a `Batch`. Staging copies inputs to the device, in one
+copy, and outputs to the host; it knows the declared dtype, shape and neutral value of each column, but not
+its meaning.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from nanovllm.batch import (
     Batch,
     Column,
     SamplingColumns,
-    StepKind,
     StepOutput,
     StepSize,
     TokenLogprobs,
@@ -53,8 +52,12 @@ class StepInputs(Generic[A]):
     sampling: SamplingColumns[A]
 
 
-def prepare_prefill(batch: Batch, block_size: int, in_halves: bool = False) -> StepInputs[np.ndarray]:
-    """The inputs of a prefill step."""
+Halves = tuple[AttentionColumns[np.ndarray], AttentionColumns[np.ndarray]]  # of a step's tokens
+Split = Callable[[Batch, StepColumns[np.ndarray]], Halves | None]
+
+
+def prepare_prefill(batch: Batch, block_size: int, split: Split | None = None) -> StepInputs[np.ndarray]:
+    """The inputs of a prefill step. split: as in `Group`."""
     query_lens, context_lens = batch.query_lens, batch.context_lens
     cu_seqlens_q = prefix_sum(query_lens)
     rows = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)  # [T] the row of each token
@@ -68,17 +71,18 @@ def prepare_prefill(batch: Batch, block_size: int, in_halves: bool = False) -> S
         block_tables=batch.block_tables,
         max_seqlen_k=int(context_lens.max()),
         prefill=PrefillRanges(cu_seqlens_q, prefix_sum(context_lens), int(query_lens.max())),
-        copies=_copies(batch.copies),
+        copies=cell_copies(batch.copies),
         wanted_rows=wanted_rows(batch),
-        halves=halves(batch, slots, window_slots) if in_halves else None,
         window_slots=window_slots,
         window_tables=near,
     )
+    if split is not None and (halves := split(batch, attention)) is not None:
+        attention = replace(attention, halves=halves)
     return _inputs(batch, rows, positions, attention)
 
 
-def _copies(cells: np.ndarray | None) -> CellCopies[np.ndarray] | None:
-    """cells [C, 4] as in `Batch`; none if there are none."""
+def cell_copies(cells: np.ndarray | None) -> CellCopies[np.ndarray] | None:
+    """cells [C, 4] as in `Batch`; None if there are none."""
     return None if cells is None or not len(cells) else CellCopies(cells, int(cells[:, 3].max()))
 
 
@@ -137,67 +141,6 @@ def _inputs(
         sample_slots=np.where(batch.draws > 0, batch.slots, NO_SLOT),
         attention=attention,
         sampling=batch.sampling,
-    )
-
-
-OVERLAP_RANKS = (2, 4)  # measured to be faster
-OVERLAP_TOKENS = 2048  # minimum tokens of a step that is split
-Half = AttentionColumns[np.ndarray]
-
-
-def rows_of_half(max_num_batched_tokens: int, tp_size: int) -> int:
-    """The maximum number of tokens of a half; 0 if no step is split."""
-    cut = tp_size in OVERLAP_RANKS and max_num_batched_tokens >= OVERLAP_TOKENS
-    return -(-max_num_batched_tokens // 2) if cut else 0
-
-
-def overlaps(batch: Batch, tp_size: int) -> bool:
-    """Whether to compute a step in two halves."""
-    large = batch.kind is StepKind.PREFILL and len(batch.token_ids) >= OVERLAP_TOKENS
-    return large and tp_size in OVERLAP_RANKS
-
-
-def halves(
-    batch: Batch, slot_mapping: np.ndarray, window_slots: np.ndarray | None = None
-) -> tuple[Half, Half]:
-    """Split a batch of two or more tokens in the middle; one sequence may be in both halves."""
-    ends = np.cumsum(batch.query_lens)
-    cut = int(ends[-1]) // 2
-    row = int(np.searchsorted(ends, cut))  # the row of the last token of the first half
-    left = int(ends[row]) - cut  # tokens of this row in the second half
-    next_row = row if left else row + 1
-    first, second = batch.query_lens[: row + 1].copy(), batch.query_lens[next_row:].copy()
-    contexts = batch.context_lens[: row + 1].copy()
-    first[-1] -= left
-    contexts[-1] -= left
-    if left:
-        second[0] = left
-    left_half = _half(first, contexts, slot_mapping[:cut], batch.block_tables[: row + 1])
-    right_half = _half(
-        second, batch.context_lens[next_row:], slot_mapping[cut:], batch.block_tables[next_row:]
-    )
-    if batch.copies is not None:  # in the half in which their row begins: it reads them there first
-        is_left = np.isin(batch.copies[:, 1], batch.block_tables[: row + 1])
-        left_half = replace(left_half, copies=_copies(batch.copies[is_left]))
-        right_half = replace(right_half, copies=_copies(batch.copies[~is_left]))
-    near = batch.window_tables
-    if near is None or window_slots is None:
-        return left_half, right_half
-    return (
-        replace(left_half, window_slots=window_slots[:cut], window_tables=near[: row + 1]),
-        replace(right_half, window_slots=window_slots[cut:], window_tables=near[next_row:]),
-    )
-
-
-def _half(
-    query_lens: np.ndarray, context_lens: np.ndarray, slot_mapping: np.ndarray, block_tables: np.ndarray
-) -> Half:
-    return AttentionColumns(
-        slot_mapping=slot_mapping,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        max_seqlen_k=int(context_lens.max()),
-        prefill=PrefillRanges(prefix_sum(query_lens), prefix_sum(context_lens), int(query_lens.max())),
     )
 
 

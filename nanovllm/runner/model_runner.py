@@ -27,25 +27,21 @@ from nanovllm.kernels.decode_attention import least_chunk
 from nanovllm.kernels.last_tokens import take_tokens
 from nanovllm.kernels.logits import WORD
 from nanovllm.kernels.paged import KVCache
+from nanovllm.layers.stream import Group
 from nanovllm.layers.weights import allocate
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.weights import init_dummy_weights, load_weights
-from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions
-from nanovllm.residency.profile import RankProfile
 from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
 from nanovllm.runner.ending import Ending, UndrawnStep
 from nanovllm.runner.inputs import (
-    OVERLAP_TOKENS,
     Staging,
     StepHandle,
     StepInputs,
     StepTensors,
-    overlaps,
     prepare_decode,
     prepare_prefill,
-    rows_of_half,
 )
 from nanovllm.runner.memory import (
     CALIBRATION_TOKENS,
@@ -72,7 +68,7 @@ class ModelRunner:
         model_config: ModelConfig,
         model_path: Path,
         device: Device,
-        tp: TPGroup,
+        tp: Group,
         max_model_len: int,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -101,7 +97,6 @@ class ModelRunner:
         self.graphs: dict[tuple[int, bool], CUDAGraphs] = {}  # by chunk of shared prefixes, and whether drawn
         self.recorded: RecordedSteps | None = None  # on a CPU, in place of graphs
         self._undrawn: UndrawnStep | None = None
-        self.profile: RankProfile | None = None  # the active one
         self.prefixes: SharedPrefixFinder | None = None  # None without a KV cache
         specs = [layer.spec for layer in self.model.attention_layers]
         self.spec = max(specs, key=lambda spec: (spec.window is None, spec.num_heads))
@@ -164,9 +159,10 @@ class ModelRunner:
         query_len = min(self.config.max_num_batched_tokens // num_seqs, self.max_model_len)
         self._set_kv_cache(-(-query_len // self.block_size))
         needed = self._warmup_peak(StepKind.PREFILL, num_seqs, query_len, query_len)
-        if rows_of_half(self.config.max_num_batched_tokens, self.tp.size):
-            few = min(num_seqs, -(-OVERLAP_TOKENS // self.max_model_len))
-            whole = min((OVERLAP_TOKENS - 1) // few, self.max_model_len)  # the largest step that is not split
+        most = self.tp.most_whole(self.config.max_num_batched_tokens)  # of the largest step that is not split
+        if most < self.config.max_num_batched_tokens:
+            few = min(num_seqs, -(-(most + 1) // self.max_model_len))
+            whole = min(most // few, self.max_model_len)
             needed = max(needed, self._warmup_peak(StepKind.PREFILL, few, whole, whole))
         if self.backend.supports_cuda_graph:  # graphs have their own memory
             self.prefixes = self._make_prefix_finder()  # equal sequences share everything: the most memory
@@ -309,8 +305,8 @@ class ModelRunner:
                 arrays = prepare_decode(batch, self.block_size, shared)
             else:
                 assert batch.kind is StepKind.PREFILL, f"no code here for the step {batch.kind!r}"
-                in_halves = self.routed is None and overlaps(batch, self.tp.size)
-                arrays = prepare_prefill(batch, self.block_size, in_halves)
+                split = self.tp.split if self.routed is None else None
+                arrays = prepare_prefill(batch, self.block_size, split)
             inputs = self.staging.send(arrays)()
             step = UndrawnStep(batch, self.run_model(inputs), inputs)
         if batch.extras.has_rules:
@@ -375,20 +371,8 @@ class ModelRunner:
         token_ids = take_tokens(inputs.token_ids, inputs.token_slots, self.ending.last_token_ids, vocab_size)
         return self.model(token_ids, inputs.positions, inputs.attention)
 
-    def start_profile(self, folder: str, name: str) -> None:
-        """Start a profile, for a trace in `folder` with the rank and `name` in its file name."""
-        self.profile = RankProfile(Path(folder, f"rank{self.tp.rank}.{name}.pt.trace.json.gz"), self.device)
-
-    def stop_profile(self) -> str:
-        """End the profile and return the path of its trace."""
-        assert self.profile is not None, "the caller checks that a profile is active"
-        profile, self.profile = self.profile, None
-        return str(profile.stop())
-
     def exit(self) -> None:
         """Free everything on the device and leave the group. The runner cannot be used afterwards."""
-        if self.profile is not None:
-            self.profile.drop()
         try:
             self.device.synchronize()
         finally:

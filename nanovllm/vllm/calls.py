@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import engine_metrics
 from nanovllm.engine.progress import Progress
 from nanovllm.errors import BadRow, raise_first
@@ -17,6 +16,7 @@ from nanovllm.inputs import PromptLike, refuse_others
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.metrics import Metric
 from nanovllm.outputs import RequestOutput
+from nanovllm.residency.calls import ResidencyCalls
 from nanovllm.residency.runner import FailedCall, RankView
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _Engine = TypeVar("_Engine", bound="VLLMCalls")
 
 
-class VLLMCalls(LLMEngine):
+class VLLMCalls(ResidencyCalls):
     """An engine with vLLM's further calls."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -29,3 +29,9 @@ def fails(model: torch.nn.Module) -> None:
 
 def cannot_return(model: torch.nn.Module) -> Any:
     return lambda: model
+
+
+def asleep(replica: Any) -> frozenset[str]:
+    """Of a replica, called by its pool."""
+    found: frozenset[str] = replica.asleep
+    return found

@@ -18,6 +18,7 @@ from test_engine_gpu import GREEDY, MAX_GAP, largest_gap, mixed_prompts, write_p
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.models.registry import load_model_config
+from nanovllm.parallel.replicas.replica import Replica
 
 pytestmark = pytest.mark.gpu
 
@@ -88,7 +89,7 @@ def test_a_killed_replica_is_started_again_and_leaves_no_memory(ranks: int) -> N
             llm.on_step = on_step
             outputs = llm.chat(messages, greedy, use_tqdm=False)
             assert score(examples, [output["text"] for output in outputs])["overall"] == 1.0
-            assert len(inside.replicas(llm).call("room")) == 2
+            assert len(inside.replicas(llm).call(Replica.get_room)) == 2
             assert inside.replicas(llm).processes[0].pid != first
     deadline = time.monotonic() + GONE_SECONDS
     while any(now > then + MEMORY_SLACK for now, then in zip(used_memory(2 * ranks), before, strict=True)):

@@ -31,7 +31,7 @@ from test_engine_gpu import (
 )
 
 from nanovllm import LLM, EngineClosedError, SamplingParams, WorkerError, demo_model_path
-from nanovllm.runner.inputs import OVERLAP_RANKS
+from nanovllm.parallel.halves import OVERLAP_RANKS
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 import inside
 import numpy as np
 import pytest
-from channels import SECONDS, DeadWorkerError, dead, listening, opened, shm_files
+from channels import SECONDS, DeadWorkerError, called, dead, last, listening, opened, shm_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,9 +103,9 @@ def wide() -> Iterator[Channel]:
     ids=["none", "small", "decode", "all columns", "prefill", "no blocks", "no sequences", "two batches"],
 )
 def test_round_trip(wide: Channel, args: tuple[object, ...]) -> None:
-    wide.send("method", *args)
+    wide.send(called, *args)
     method, got = wide.readers[0].receive(SECONDS)
-    assert method == "method" and len(got) == len(args)
+    assert method is called and len(got) == len(args)
     for value, expected in zip(got, args, strict=True):
         assert_same(value, expected)
 
@@ -117,13 +117,13 @@ def test_arrays_that_are_views_of_others(wide: Channel) -> None:
         **{field.name: getattr(batch, field.name) for field in fields(Batch)}
         | {"block_tables": table[::2, 1:5], "slots": batch.slots[::-1]}
     )
-    wide.send("run", views)
+    wide.send(called, views)
     assert_same(wide.readers[0].receive(SECONDS)[1][0], views)
 
 
 def test_arrays_are_not_pickled() -> None:
     batch = make_batch([1] * 2048, 64, all_columns(2048))
-    parts, pickled = struct.unpack_from("2q", inside.encode_call("run", (batch,)))
+    parts, pickled = struct.unpack_from("2q", inside.encode_call(called, (batch,)))
     assert parts == 1 + 9 + len(FILTERS), "the call, and every array by itself"
     assert pickled < 16 * 2048, "sequence ids, and no array"
 
@@ -132,10 +132,10 @@ def test_arrays_outlive_the_slots_and_the_segment() -> None:
     channel = Channel(1, num_slots=2, slot_bytes=1024)
     (reader,) = channel.readers
     batch = make_batch([1] * 8, 4, all_columns(8))
-    channel.send("run", batch)
+    channel.send(called, batch)
     (got,) = reader.receive(SECONDS)[1]
     for number in range(5):
-        channel.send("overwrite", bytes([255]) * 1500, number)
+        channel.send(called, bytes([255]) * 1500, number)
         reader.receive(SECONDS)
     reader.close()
     channel.close()
@@ -161,7 +161,7 @@ def test_every_reader_gets_all_in_order(
     num_slots: int, slot_bytes: int, sizes: list[int], delays: list[list[float]]
 ) -> None:
     """Messages of random sizes start and end at every place of the ring and wrap around at every offset."""
-    expected = [("call", (number, os.urandom(size))) for number, size in enumerate(sizes)]
+    expected = [(called, (number, os.urandom(size))) for number, size in enumerate(sizes)]
     with (
         opened(len(delays), num_slots=num_slots, slot_bytes=slot_bytes) as channel,
         listening(channel, len(sizes), delays) as got,
@@ -192,7 +192,7 @@ def test_writer_waits_for_the_slowest_reader() -> None:
             assert len(waits) <= 8
             read("slow", slow)
 
-        channel.send("step", number, check_alive=slow_reads)
+        channel.send(called, number, check_alive=slow_reads)
         read("fast", fast)
     assert got["fast"] == list(range(12))
     assert got["slow"] == list(range(8)) and waits == list(range(4, 12))
@@ -213,7 +213,7 @@ def digest_calls(reader: ChannelReader, results: Connection, pause: float) -> No
         if call is None:
             if os.getppid() != parent_process().pid:
                 return
-        elif call[0] == "exit":
+        elif call[0] is last:
             return
         else:
             results.send((call[1][0], zlib.crc32(call[1][1].token_ids), call[1][1].seq_ids[-1]))
@@ -241,8 +241,8 @@ def test_message_far_larger_than_the_segment() -> None:
     files = shm_files(channel)
     batches = [prefill, *[decode] * 50, prefill, decode]
     for number, batch in enumerate(batches):
-        channel.send("run", number, batch, check_alive=check_alive)
-    channel.send("exit", check_alive=check_alive)
+        channel.send(called, number, batch, check_alive=check_alive)
+    channel.send(last, check_alive=check_alive)
     for pipe in pipes:
         for number, batch in enumerate(batches):
             assert pipe.poll(SECONDS)
@@ -260,10 +260,10 @@ def test_two_channels_are_independent(channel: Channel) -> None:
         assert not set(shm_files(channel)) & set(shm_files(other))
         for number in (1, 2):
             with pytest.raises(DeadWorkerError):
-                channel.send("fill", bytes(1000), check_alive=dead)
+                channel.send(called, bytes(1000), check_alive=dead)
             with listening(other, 1) as got:
-                other.send("other", number)
-            assert got == [[("other", (number,))]] * 2
+                other.send(called, number)
+            assert got == [[(called, (number,))]] * 2
 
 
 # Waiting and failures
@@ -276,14 +276,14 @@ def test_receive_returns_none_after_its_timeout(channel: Channel) -> None:
         assert reader.receive(timeout) is None
         assert time.monotonic() - start >= timeout * 0.9  # it did wait
     with pytest.raises(DeadWorkerError):
-        channel.send("fill", bytes(1000), check_alive=dead)
+        channel.send(called, bytes(1000), check_alive=dead)
     assert reader.receive(0.01) is None  # pieces, but no message
 
 
 def test_receive_wakes_up_for_a_message(wide: Channel) -> None:
-    timer = threading.Timer(0.05, wide.send, args=("late",))
+    timer = threading.Timer(0.05, wide.send, args=(called,))
     timer.start()
-    assert wide.readers[0].receive(600 * SECONDS) == ("late", ())
+    assert wide.readers[0].receive(600 * SECONDS) == (called, ())
     timer.join()
 
 
@@ -293,11 +293,11 @@ def test_an_abandoned_call_is_dropped_whole(channel: Channel) -> None:
     """
     for number in range(3):
         with pytest.raises(DeadWorkerError):
-            channel.send("given up", os.urandom(500), check_alive=dead)
+            channel.send(called, os.urandom(500), check_alive=dead)
         with listening(channel, 2) as got:
-            channel.send("next", number, bytes(100))
-            channel.send("last", number)
-        assert got == [[("next", (number, bytes(100))), ("last", (number,))]] * 2
+            channel.send(called, number, bytes(100))
+            channel.send(last, number)
+        assert got == [[(called, (number, bytes(100))), (last, (number,))]] * 2
 
 
 def test_one_reader_behind_is_enough_to_wait(channel: Channel) -> None:
@@ -310,18 +310,18 @@ def test_one_reader_behind_is_enough_to_wait(channel: Channel) -> None:
 
     for _ in range(6):
         with pytest.raises(DeadWorkerError):
-            channel.send("big", bytes(500), check_alive=fast_reads)
+            channel.send(called, bytes(500), check_alive=fast_reads)
     assert slow.receive(0) is None
     with pytest.raises(DeadWorkerError):
-        channel.send("big", bytes(500), check_alive=dead)
+        channel.send(called, bytes(500), check_alive=dead)
     assert inside.next_piece(channel) == 8, "4 pieces before slow reads, and 4 more after"
 
 
 def test_what_cannot_be_pickled_sends_nothing(wide: Channel) -> None:
     with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
-        wide.send("call", lambda: None)
-    wide.send("call", 1)
-    assert wide.readers[0].receive(SECONDS) == ("call", (1,))
+        wide.send(called, lambda: None)
+    wide.send(called, 1)
+    assert wide.readers[0].receive(SECONDS) == (called, (1,))
 
 
 def test_an_interrupted_send_is_never_followed_by_another(
@@ -332,7 +332,7 @@ def test_an_interrupted_send_is_never_followed_by_another(
 
     monkeypatch.setattr(inside.semaphores(wide)[0], "release", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        wide.send("call")
+        wide.send(called)
     monkeypatch.undo()
     with pytest.raises(WorkerError, match="interrupted"):
-        wide.send("call")
+        wide.send(called)

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from channels import SECONDS, DeadWorkerError, shm_files, wait_for_calls
+from channels import SECONDS, DeadWorkerError, called, shm_files, wait_for_calls
 
 from nanovllm.errors import EngineClosedError, WorkerError
 from nanovllm.parallel.channel import Channel
@@ -33,10 +33,10 @@ def test_a_reader_killed_while_it_waits_does_not_block_the_writer() -> None:
         if not process.is_alive():
             raise DeadWorkerError
 
-    channel.send("first", check_alive=check_alive)
-    channel.send("second", check_alive=check_alive)
+    channel.send(called, check_alive=check_alive)
+    channel.send(called, check_alive=check_alive)
     with pytest.raises(DeadWorkerError):
-        channel.send("third", check_alive=check_alive)
+        channel.send(called, check_alive=check_alive)
     channel.close()
 
 
@@ -45,8 +45,8 @@ def test_close_leaves_nothing_and_can_be_repeated() -> None:
     files = shm_files(channel)
     assert len(files) == 7 and all(file.exists() for file in files)
     reader = channel.readers[0]
-    channel.send("call")
-    assert reader.receive(SECONDS) == ("call", ())
+    channel.send(called)
+    assert reader.receive(SECONDS) == (called, ())
     reader.close()
     reader.close()
     del reader
@@ -54,7 +54,7 @@ def test_close_leaves_nothing_and_can_be_repeated() -> None:
     channel.close()
     assert not [file for file in files if file.exists()]
     with pytest.raises(EngineClosedError):
-        channel.send("call")
+        channel.send(called)
 
 
 def test_shared_memory_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ ENGINE = """
 import time
 from multiprocessing import get_context
 from nanovllm.parallel.channel import Channel
-from channels import shm_files, wait_for_calls
+from channels import called, shm_files, wait_for_calls
 
 if __name__ == "__main__":
     context = get_context("spawn")
@@ -103,7 +103,7 @@ if __name__ == "__main__":
         processes.append(context.Process(target=wait_for_calls, args=(reader, there), daemon=True))
         processes[-1].start()
         here.recv()
-    channel.send("call")
+    channel.send(called)
     print(*shm_files(channel), sep="\\n")
     print(flush=True)
     if input() == "close":

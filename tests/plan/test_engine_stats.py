@@ -6,18 +6,15 @@ import random
 from itertools import pairwise
 
 import inside
-import numpy as np
 import pytest
 
-from nanovllm.batch import Batch, StepKind, greedy
+from nanovllm.batch import StepKind
 from nanovllm.engine.stats import INTERVAL_SECONDS, MAX_INTERVALS, Counters, EngineStats, StepStats
 
 
 def step(num_seqs: int = 2, decode: bool = True, seconds: float = 0.5) -> StepStats:
-    ones = np.ones(num_seqs, np.int32)
-    kind = StepKind.DECODE if decode else StepKind.PREFILL
-    batch = Batch(kind, tuple(range(num_seqs)), ones, ones, ones, ones, ones[None], ones, greedy(num_seqs))
-    return StepStats(batch, seconds, num_seqs, 3, 1, num_seqs, 7, 0.25, num_preemptions=2)
+    kind, n = StepKind.DECODE if decode else StepKind.PREFILL, num_seqs
+    return StepStats(kind, n, n, n, seconds, n, 3, 1, n, 7, 0.25, num_preemptions=2)
 
 
 def recorded(steps: list[tuple[float, StepStats]]) -> EngineStats:

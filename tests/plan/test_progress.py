@@ -13,10 +13,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 import inside
-import numpy as np
 import pytest
 
-from nanovllm.batch import LAST_SAMPLED, Batch, StepKind, greedy
+from nanovllm.batch import StepKind
 from nanovllm.engine import progress
 from nanovllm.engine.progress import Progress, short
 from nanovllm.engine.stats import StepStats
@@ -24,12 +23,9 @@ from nanovllm.engine.stats import StepStats
 
 def stats(num_tokens: int, decode: bool, seconds: float, num_finished: int) -> StepStats:
     """The stats of a step that computed or, in decode, drew this many tokens."""
-    ones = np.ones(num_tokens if decode else 1, np.int32)
-    token_ids = np.full(num_tokens, LAST_SAMPLED if decode else 7, np.int32)
     kind = StepKind.DECODE if decode else StepKind.PREFILL
-    batch = Batch(kind, (0,), ones, token_ids, ones, ones, ones[None], ones, greedy(1))
     drawn = num_tokens if decode else 1
-    return StepStats(batch, seconds, drawn, 0, num_finished, num_running=1, num_waiting=0, kv_cache_usage=0.5)
+    return StepStats(kind, 1, num_tokens, num_tokens, seconds, drawn, 0, num_finished, 1, 0, 0.5)
 
 
 class Terminal(io.StringIO):

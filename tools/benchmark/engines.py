@@ -130,12 +130,12 @@ def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: d
         device=args.device,
         **options,
     )
-    recorder = StepRecorder()
+    recorder = None
     if args.num_replicas > 1:  # its steps come from several engines in parallel
         if args.round_robin:
             llm._executor.pool.router = RoundRobin(args.num_replicas)
     else:
-        llm.on_step = recorder
+        recorder = StepRecorder(llm)
 
     def prepare(work: Workload) -> Run:
         rows = row_sampling(args.sampling, args.sampling_share, len(work.prompts))
@@ -151,7 +151,7 @@ def load_nanovllm(args: argparse.Namespace, model: Path, dummy: bool, options: d
 
         return run
 
-    return Engine(prepare, recorder.take)
+    return Engine(prepare, list if recorder is None else recorder.take)
 
 
 def load_transformers(args: argparse.Namespace, model: Path, dummy: bool, options: dict[str, Any]) -> Engine:

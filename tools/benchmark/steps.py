@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm import LLM
 from nanovllm.batch import StepKind
-from nanovllm.engine.stats import StepStats
+from nanovllm.engine.executor import Stepped
 from tools.benchmark.kernels import PROFILE_TOKENS
 from tools.benchmark.roofline import Cost, Floor, Speed
 from tools.benchmark.workloads import Sharing
@@ -29,14 +30,21 @@ class Step:
 
 
 class StepRecorder:
-    """An `on_step` callback that records each step in a list."""
+    """Records each step of an engine of one model in a list."""
 
-    def __init__(self) -> None:
+    def __init__(self, llm: LLM) -> None:
         self._log: list[tuple[float, StepKind, np.ndarray, np.ndarray, tuple[int, ...]]] = []
+        core: Any = llm._executor
+        finish = core._finished
 
-    def __call__(self, stats: StepStats) -> None:
-        batch = stats.batch
-        self._log.append((stats.seconds, batch.kind, batch.query_lens, batch.context_lens, batch.seq_ids))
+        def finished(step: Any, *args: Any) -> Stepped:
+            stepped: Stepped = finish(step, *args)
+            if (stats := stepped.stats) is not None:
+                rows = step.batch.query_lens, step.batch.context_lens, step.batch.seq_ids
+                self._log.append((stats.seconds, stats.kind, *rows))
+            return stepped
+
+        core._finished = finished
 
     def take(self) -> list[Step]:
         """The steps since the last call, all of one `generate` with one completion for each prompt."""

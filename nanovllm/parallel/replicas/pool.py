@@ -9,11 +9,12 @@ import logging
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import connection, current_process
 from multiprocessing.process import BaseProcess
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.stats import StepStats
@@ -21,7 +22,16 @@ from nanovllm.errors import WorkerError
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.outputs import RequestOutput
 from nanovllm.parallel.replicas.process import ReplicaProcess
-from nanovllm.parallel.replicas.replica import Call, Failure, Ready, Reply, Report, pack_request
+from nanovllm.parallel.replicas.replica import (
+    Call,
+    Failure,
+    Ready,
+    Replica,
+    Reply,
+    Report,
+    Settings,
+    pack_request,
+)
 from nanovllm.parallel.replicas.router import Router
 from nanovllm.parallel.watch import Progress, stalled_for
 from nanovllm.parallel.worker import EXIT_SECONDS, check_open_files, disown
@@ -29,11 +39,19 @@ from nanovllm.text.prompts import Request
 
 logger = logging.getLogger("nanovllm")
 
+P = ParamSpec("P")
+T = TypeVar("T")
+V = TypeVar("V")
+
 MAX_RUNS = 3  # of a request whose replica ends each time; the last time it runs alone
 MAX_FAILURES = 3  # of a replica in a row, without an answer in between
 POLL_SECONDS = 0.1
 _RANKS_SECONDS = 5.0  # the more that a replica of several ranks may be silent: it finds the rank that hangs
-PHASES = {"load_updates": "update_weights"}
+PHASES: dict[Callable[..., object], str] = {
+    Replica.load_updates: "update_weights",
+    Replica.give_up: "abort",
+    Replica.begin_profile: "start_profile",
+}
 _LOOK_AHEAD = 8  # requests that the router chooses from, in multiples of max_num_seqs
 
 
@@ -62,7 +80,7 @@ class Pool:
         check_open_files("data_parallel_size", len(configs))
         self._routes_by_prompt = configs[0].enable_prefix_caching
         self._members = [ReplicaProcess(number, config) for number, config in enumerate(configs)]
-        self._settings: dict[str, object] = {}  # method of `Replica` -> argument; called at each start
+        self._settings: Settings = {}  # called at each start
         several = configs[0].tensor_parallel_size > 1
         self.limit = configs[0].distributed_timeout_seconds + several * _RANKS_SECONDS  # for silent replicas
         self._look_ahead = _LOOK_AHEAD * configs[0].max_num_seqs
@@ -120,7 +138,7 @@ class Pool:
                 member = next((each for each in self._members if request_id in each.requests), None)
                 if member is None:
                     return []
-                for outputs in self._call([member], "abort", request_id).values():
+                for outputs in self._call([member], Replica.give_up, (request_id,)).values():
                     member.drop(request_id)
                     return outputs and [outputs[0], *self._take_parts(str(request_id)), *outputs[1:]]
             return request
@@ -152,20 +170,22 @@ class Pool:
             for member in self._members:
                 if member.requests:
                     member.forget_requests()
-                    member.send(Call("clear", (), has_reply=False))
+                    member.send(Call(Replica.clear, (), has_reply=False))
             self._arrivals.clear()
 
-    def call(self, method: str, *args: object) -> list[Any]:
-        """Call a method of every replica, between steps; return the results of those that are up.
+    def call(self, call: Callable[Concatenate[Replica, P], T], *args: P.args, **options: P.kwargs) -> list[T]:
+        """Call a method of every replica, between steps, with positional arguments; return the results of
+        those that are up.
 
         Waits for replicas that are loading. Replicas run the call in parallel. One that sends nothing for
         `limit` seconds is killed and restarts. Raises a replica's error, with its number; WorkerError if no
         replica is left.
         """
+        assert not options, "a message has positional arguments"
         self.wait_for_starts()
         self._check_some_are_left()
         with held_interrupts():
-            values = self._call(self._members, method, *args)
+            values = self._call(self._members, call, args)
         for number, value in values.items():
             if isinstance(value, Failure):
                 raise value.kind(f"replica {number}: {value.what}")
@@ -179,31 +199,31 @@ class Pool:
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix caches of all replicas, which hold no requests; False if one of them is in use."""
         self.forget_prefixes()
-        return all(self.call("reset_prefix_cache"))
+        return all(self.call(Replica.reset_prefix_cache))
 
     def forget_prefixes(self) -> None:
         """Forget what the prefix caches hold: the replicas are about to empty them."""
         for member in self._members:
             self.router.forget(member.number)
 
-    def set(self, method: str, value: object) -> None:
+    def set(self, call: Callable[[Replica, V], object], value: V) -> None:
         """Call a method of every replica and, if that succeeds, of every replica that restarts later."""
         before = self._settings
-        self._settings = {**before, method: value}
+        self._settings = {**before, call: value}
         try:
-            self.call(method, value)
+            self.call(call, value)
         except BaseException:
             self._settings = before
             raise
 
-    def is_set(self, method: str) -> bool:
+    def is_set(self, call: Callable[..., object]) -> bool:
         """Whether replicas that restart call this method."""
-        return method in self._settings
+        return call in self._settings
 
-    def unset(self, *methods: str) -> None:
+    def unset(self, *calls: Callable[..., object]) -> None:
         """Stop calling these methods of replicas that restart."""
-        for method in methods:
-            self._settings.pop(method, None)
+        for call in calls:
+            self._settings.pop(call, None)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -246,7 +266,7 @@ class Pool:
                 chosen.setdefault(member.number, []).append(request)
             for number, requests in chosen.items():
                 packed = [pack_request(request) for request in requests]
-                self._members[number].send(Call("add", (packed, self._deltas), has_reply=False))
+                self._members[number].send(Call(Replica.add, (packed, self._deltas), has_reply=False))
 
     def _refill(self) -> bool:
         """Give the next requests to the router; return whether it has any."""
@@ -305,13 +325,15 @@ class Pool:
         elif not isinstance(message, Progress):
             member.failure = message
 
-    def _call(self, members: list[ReplicaProcess], method: str, *args: object) -> dict[int, Any]:
+    def _call(
+        self, members: list[ReplicaProcess], call: Callable[..., object], args: tuple[Any, ...]
+    ) -> dict[int, Any]:
         """Call a method of replicas; return the replies by number, without replicas that are down, end or
         hang."""
         called = {member.number: member for member in members if member.is_ready}
         for member in called.values():
-            member.called, member.silent_seconds = PHASES.get(method, method), 0.0
-            member.send(Call(method, args))
+            member.called, member.silent_seconds = PHASES.get(call, call.__name__), 0.0
+            member.send(Call(call, args))
         while any(member.called for member in called.values()):
             self._receive()
         return {number: self._replies.pop(number) for number in called if number in self._replies}

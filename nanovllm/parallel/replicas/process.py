@@ -18,7 +18,7 @@ from struct import pack
 
 from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput
-from nanovllm.parallel.replicas.replica import Failure, replica_main
+from nanovllm.parallel.replicas.replica import Failure, Settings, replica_main
 from nanovllm.parallel.watch import KILLED_SECONDS, how_it_ended
 from nanovllm.parallel.worker import start_process
 from nanovllm.text.prompts import Request
@@ -51,7 +51,7 @@ class ReplicaProcess:
         self._waiting: deque[int] = deque()  # tokens to compute, for each sequence that may still wait
         self._num_waiting_tokens = 0  # their sum
 
-    def start(self, settings: dict[str, object]) -> None:
+    def start(self, settings: Settings) -> None:
         """Start the process. It loads the model, calls the methods `settings` of `Replica`, and sends
         Ready."""
         context = get_context("spawn")

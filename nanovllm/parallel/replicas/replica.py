@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from multiprocessing import current_process
@@ -20,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.core import Core
 from nanovllm.engine.startup import open_model
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
@@ -29,6 +29,9 @@ from nanovllm.lifecycle import no_full_collections
 from nanovllm.outputs import RequestOutput, changed, unlisted
 from nanovllm.parallel.watch import Progress
 from nanovllm.parallel.worker import exit_with, leave
+from nanovllm.plan.room import Room
+from nanovllm.plan.scheduler import Scheduler
+from nanovllm.residency.core import ResidentCore
 from nanovllm.residency.shared_tensors import SharedTensors
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Request
@@ -36,13 +39,15 @@ from nanovllm.text.prompts import Request
 KEPT_ERRORS = (ValueError, TypeError, KVCacheMemoryError, ModelLoadError)  # others become a WorkerError
 
 
+Settings = dict[Callable[["Replica", Any], object], object]  # a method of `Replica` -> its argument
+
 # Messages to a replica: a Call, or None to exit.
 
 
 class Call(NamedTuple):
-    """A method of `Replica` or `Core` to call between steps, or a value of them to return."""
+    """A method of `Replica` to call between steps."""
 
-    name: str
+    function: Callable[..., Any]
     args: tuple[Any, ...]
     has_reply: bool = True  # whether a Reply follows
 
@@ -172,22 +177,20 @@ class _Link:
                 self._pipe.send(message)
 
 
-class Replica:
+class Replica(ResidentCore):
     """A Core whose requests come from another process."""
 
     def __init__(self, number: int, config: Config, link: _Link) -> None:
         """number: the replica's. config: with its own device. link: tells the caller of progress."""
-        model = open_model(config)
-        self.core = Core(model, lambda: link.send(Progress()))
+        super().__init__(open_model(config), lambda: link.send(Progress()))
         self._number = number
-        self._processor = model.processor
         self._num_updates = 0  # the number of the last weight update that it has
         self._num_received = 0  # sequences
 
     def serve(self, link: _Link) -> None:
         """Process messages until None arrives."""
         while True:
-            while link.has_message() or not self.core.load.num_requests:
+            while link.has_message() or not self.load.num_requests:
                 message = link.receive()
                 if message is None:
                     return
@@ -200,26 +203,43 @@ class Replica:
                 if message.has_reply:
                     link.send(Reply(value))
             with no_full_collections():
-                step = self.core.step()
+                step = self.step()
             packed = [_pack_output(output) for output in step.outputs]
-            link.send(Report(packed, step.stats, self._num_received, self.core.load.num_waiting))
+            link.send(Report(packed, step.stats, self._num_received, self.load.num_waiting))
 
     def run(self, call: Call) -> Any:
-        """The answer to a call: a method, or a value, of this class if it has it, else of the Core."""
-        found = getattr(self if hasattr(Replica, call.name) else self.core, call.name)
-        return found(*call.args) if callable(found) else found
+        """The answer to a call."""
+        return call.function(self, *call.args)
 
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def add(self, packed: list[Request], deltas: bool) -> None:
-        """As `Executor.add`."""
-        requests = [_unpack_request(request, self._processor) for request in packed]
-        self._num_received += sum(request.params.n for request in requests)
-        self.core.add(requests, deltas)
+    def get_room(self) -> Room:
+        """Which prompts fit."""
+        return self.room
 
-    def abort(self, request_id: int) -> list[RequestOutput]:
-        """Return the output, and then what a stream yields of it; nothing if the request has ended."""
-        output, parts = self.core.abort(request_id)
+    def limit(self, max_model_len: int) -> None:
+        """Lower the maximum length of sequences to what all replicas have memory for. There are no requests.
+
+        KVCacheMemoryError if there is less room here."""
+        if (most := self.room.max_model_len) < max_model_len:
+            raise KVCacheMemoryError(
+                f"the KV cache has room for {most} tokens, but at first all replicas had room for "
+                f"{max_model_len}; close other programs on the device, or start again with "
+                f"max_model_len={most}"
+            )
+        self.room = replace(self.room, asked=max_model_len)
+        self.scheduler = Scheduler(self._config, self.room)
+
+    def add(self, requests: list[Request], deltas: bool = False) -> None:
+        """As `Executor.add`, of packed requests."""
+        unpacked = [_unpack_request(request, self.requests.processor) for request in requests]
+        self._num_received += sum(request.params.n for request in requests)
+        super().add(unpacked, deltas)
+
+    def give_up(self, request_id: int) -> list[RequestOutput]:
+        """End a request. Return the output, and then what a stream yields of it; nothing if the request has
+        ended."""
+        output, parts = self.abort(request_id)
         return [] if output is None else [_pack_output(each) for each in (output, *parts)]
 
     def load_updates(self, updates: dict[int, SharedTensors]) -> None:
@@ -227,17 +247,15 @@ class Replica:
         checked as a whole."""
         for number, tensors in updates.items():
             if number > self._num_updates:
-                self.core.update(list(tensors))
+                self.update(list(tensors))
                 self._num_updates = number
 
-    def start_profile(self, trace: tuple[str, str]) -> None:
+    def begin_profile(self, trace: tuple[str, str]) -> None:
         """trace: the folder and the name of the traces of all replicas."""
-        self.core.start_profile(trace[0], f"replica{self._number}.{trace[1]}")
+        self.start_profile(trace[0], f"replica{self._number}.{trace[1]}")
 
 
-def replica_main(
-    number: int, config: Config, settings: dict[str, object], pipe: Connection, parent: int
-) -> None:
+def replica_main(number: int, config: Config, settings: Settings, pipe: Connection, parent: int) -> None:
     """The main function of a replica's process; it never returns.
 
     config: the engine's, with the replica's own device.
@@ -251,9 +269,9 @@ def replica_main(
             threads = config.num_threads or torch.get_num_threads()
             torch.set_num_threads(max(1, threads // config.data_parallel_size))
         replica = Replica(number, replace(config, data_parallel_size=1, num_threads=None), link)
-        with closing(replica.core):
-            for name, value in settings.items():
-                replica.run(Call(name, (value,)))
+        with closing(replica):
+            for function, value in settings.items():
+                function(replica, value)
             gc.freeze()  # existing objects stay
             link.send(Ready())
             replica.serve(link)

@@ -19,8 +19,7 @@ from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.weights import check_dense, named_pairs, named_tensor
 from nanovllm.outputs import RequestMetrics, RequestOutput, changed
 from nanovllm.parallel.replicas.pool import Pool
-from nanovllm.parallel.replicas.replica import unpack_output
-from nanovllm.plan.room import Room
+from nanovllm.parallel.replicas.replica import Replica, unpack_output
 from nanovllm.residency.runner import TAGS, WEIGHTS, RankView
 from nanovllm.residency.shared_tensors import SharedMemoryBuffer, SharedTensors
 from nanovllm.text.processor import refused_output
@@ -30,7 +29,7 @@ Update = tuple[SharedMemoryBuffer, SharedTensors]  # of one call of `update`, fo
 
 
 class Replicas:
-    """See `Executor`. Outputs and their seeds are those of one engine.
+    """See `ResidentExecutor`. Outputs and their seeds are those of one engine.
 
     A replica that ends restarts, and its unfinished requests run again. If three replicas in turn die with a
     request, its output has an `error`. WorkerError if no replica is left.
@@ -52,9 +51,9 @@ class Replicas:
         self._updates: dict[int, Update] = {}  # by number, those that the current weights consist of
         self._num_updates = 0
         try:
-            rooms: list[Room] = self.pool.call("room")
+            rooms = self.pool.call(Replica.get_room)
             self.room = min(rooms, key=lambda room: (room.max_model_len, room.num_blocks))
-            self.pool.set("limit", self.room.max_model_len)
+            self.pool.set(Replica.limit, self.room.max_model_len)
         except BaseException:
             self.pool.kill()
             raise
@@ -144,42 +143,42 @@ class Replicas:
         return not self._requests and self.pool.reset_prefix_cache()
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        self.pool.set("set_tokenizer", tokenizer)
+        self.pool.set(Replica.set_tokenizer, tokenizer)
         self._processor.tokenizer = tokenizer
 
     def start_profile(self, folder: str, name: str) -> None:
         """A replica that restarts begins its trace again."""
-        if self.pool.is_set("start_profile"):
+        if self.pool.is_set(Replica.begin_profile):
             raise RuntimeError("a profile is already on; call stop_profile() first")
-        self.pool.set("start_profile", (folder, name))
+        self.pool.set(Replica.begin_profile, (folder, name))
 
     def stop_profile(self) -> list[str]:
-        if not self.pool.is_set("start_profile"):
+        if not self.pool.is_set(Replica.begin_profile):
             raise RuntimeError("no profile is on; call start_profile() first")
-        self.pool.unset("start_profile")
-        return [path for paths in self.pool.call("stop_profile") for path in paths]
+        self.pool.unset(Replica.begin_profile)
+        return [path for paths in self.pool.call(Replica.stop_profile) for path in paths]
 
     def apply(self, function: Callable[[RankView], Any]) -> list[Any]:
         self.pool.forget_prefixes()
-        return [result for results in self.pool.call("apply", function) for result in results]
+        return [result for results in self.pool.call(Replica.apply, function) for result in results]
 
     def sleep(self, level: int) -> None:
         self._drops_weights |= level > 1
-        self.pool.unset("sleep", "wake_up")  # a replica that restarts sleeps last
+        self.pool.unset(Replica.sleep, Replica.wake_up)  # a replica that restarts sleeps last
         self.pool.forget_prefixes()
-        self.pool.set("sleep", 2 if self._drops_weights else 1)
+        self.pool.set(Replica.sleep, 2 if self._drops_weights else 1)
         self.asleep = frozenset(TAGS)
 
     def wake_up(self, tags: frozenset[str]) -> None:
-        self.pool.set("wake_up", tags)
+        self.pool.set(Replica.wake_up, tags)
         self.asleep -= tags
         if self._drops_weights and WEIGHTS in tags:
             self._drops_weights = False
-            self.pool.unset("load_updates")
+            self.pool.unset(Replica.load_updates)
             self.pool.wait_for_starts()  # a replica that restarts may still read them
             self._forget_updates()
         if not self.asleep:
-            self.pool.unset("sleep", "wake_up")
+            self.pool.unset(Replica.sleep, Replica.wake_up)
 
     def update(self, tensors: Mapping[str, Any] | Iterable[Any]) -> None:
         """Copy the tensors to shared memory, where all replicas check and load them."""
@@ -207,7 +206,7 @@ class Replicas:
         updates = dict(sorted(updates.items()))
         shared = {number: tensors for number, (_, tensors) in updates.items()}
         try:
-            self.pool.set("load_updates", shared)
+            self.pool.set(Replica.load_updates, shared)
         except BaseException:
             update[0].close()
             raise
@@ -217,7 +216,7 @@ class Replicas:
 
     def _forget_updates(self) -> None:
         """Free the memory of all updates; replicas that restart have the checkpoint's weights."""
-        self.pool.unset("load_updates")
+        self.pool.unset(Replica.load_updates)
         for buffer, _ in self._updates.values():
             buffer.close()
         self._updates = {}

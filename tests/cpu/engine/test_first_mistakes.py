@@ -15,7 +15,7 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.device import Device
 from nanovllm.extras.structured_outputs import StructuredOutputsParams as Structured
-from nanovllm.parallel import ranks
+from nanovllm.runner import ranks
 from nanovllm.runner.model_runner import ModelRunner
 
 DEMO = demo_model_path()

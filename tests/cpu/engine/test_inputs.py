@@ -26,12 +26,12 @@ from nanovllm.batch import (
 from nanovllm.device import Device
 from nanovllm.extras.kernels.logprobs import TokenLogprobTensors
 from nanovllm.kernels.decode_attention import SharedUnit
+from nanovllm.parallel.halves import halves
 from nanovllm.runner.inputs import (
     ALIGN,
     Staging,
     StepInputs,
     StepTensors,
-    halves,
     last_rows,
     prepare_decode,
     prepare_prefill,
@@ -131,7 +131,7 @@ def test_halves_together_equal_the_batch(batch: Batch) -> None:
         return
     batch = replace(batch, window_tables=batch.block_tables + 100)
     whole = prepare_prefill(batch, BLOCK).attention
-    parts = halves(batch, whole.slot_mapping, whole.window_slots)
+    parts = halves(batch, whole)
     assert whole.window_slots.tolist() == (whole.slot_mapping + 100 * BLOCK).tolist()
     for half in parts:
         windowed = half.of_windows()
@@ -161,7 +161,7 @@ def test_halves_together_equal_the_batch(batch: Batch) -> None:
 
 @given(batches(StepKind.PREFILL))
 def test_prefill_inputs_are_staged_unchanged(batch: Batch) -> None:
-    inputs = prepare_prefill(batch, BLOCK, in_halves=len(batch.token_ids) > 1)
+    inputs = prepare_prefill(batch, BLOCK, halves if len(batch.token_ids) > 1 else None)
     staged = staging().send(inputs)()
     assert (staged.attention.halves is not None) == (len(batch.token_ids) > 1)
     for (column, array), (_, tensor) in zip(columns(inputs), columns(staged), strict=True):
@@ -233,7 +233,7 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
         window_tables=np.ones((count, 1), np.int32),
         copies=np.array([[2, 1, 0, 1]], np.int32),
     )
-    inputs = prepare_prefill(batch, BLOCK, in_halves=True)
+    inputs = prepare_prefill(batch, BLOCK, halves)
     inputs = replace(inputs, attention=replace(inputs.attention, shared=no_shared_prefixes(count, UNIT)))
     assert all(getattr(inputs.attention, field.name) is not None for field in fields(inputs.attention))
     buffers = Staging(Device("cpu"), size)

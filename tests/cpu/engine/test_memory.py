@@ -16,7 +16,7 @@ from nanovllm.config import Config
 from nanovllm.cpu import isa
 from nanovllm.device import SPARE_BYTES, Device
 from nanovllm.errors import KVCacheMemoryError
-from nanovllm.parallel import ranks
+from nanovllm.runner import ranks
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
 

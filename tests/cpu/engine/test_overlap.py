@@ -18,8 +18,8 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.models.registry import load_model_config
 from nanovllm.parallel.group import TPGroup
+from nanovllm.parallel.halves import OVERLAP_TOKENS
 from nanovllm.parallel.peer_memory import PeerCopies
-from nanovllm.runner.inputs import OVERLAP_TOKENS
 from nanovllm.runner.model_runner import ModelRunner
 
 

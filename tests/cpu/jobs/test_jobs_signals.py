@@ -26,7 +26,7 @@ from killed_jobs import FORKED, fork_server
 
 from nanovllm import LLM
 from nanovllm.__main__ import program as as_process
-from nanovllm.batch import EMPTY_BATCH
+from nanovllm.batch import StepKind
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import ModelLoadError
 from nanovllm.jobs import main as program
@@ -35,7 +35,7 @@ from nanovllm.parallel.worker import leave
 
 SECONDS = 120  # against hangs
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-STEP = StepStats(EMPTY_BATCH, 0.01, 0, 0, 0, 1, 0, 0.0)
+STEP = StepStats(StepKind.PREFILL, 0, 0, 0, 0.01, 0, 0, 0, 1, 0, 0.0)
 
 
 class Stubborn(FakeLLM):

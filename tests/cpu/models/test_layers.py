@@ -24,9 +24,10 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from nanovllm.layers.stream import HalvedStream, NoNorm, RMSNorm, Step, Stream
+from nanovllm.layers.stream import NoNorm, RMSNorm, Step, Stream
 from nanovllm.layers.weights import WeightLayer, allocate, finish_loading, weight_slots
 from nanovllm.parallel.group import TPGroup
+from nanovllm.parallel.halves import HalvedStream
 from nanovllm.parallel.kernels.all_reduce import EMPTY, TURNS
 from nanovllm.parallel.peer_memory import PeerMemory, PendingSum
 from nanovllm.quantization.base import Kind, LinearMethod, Normed, WeightOptions
@@ -319,7 +320,8 @@ def test_a_stream_adds_blocks(ranks: int, after: bool, before: bool) -> None:
     torch.testing.assert_close(run(Stream(x), Step(torch.arange(6), None)), expected[keep])
     halves = tuple(Step(positions, None) for positions in torch.arange(6).split([2, 4]))
     if isinstance(group, CountingGroup):
-        found = run(HalvedStream(tuple(map(Stream, x.split([2, 4])))), Step(torch.arange(6), None, halves))
+        streams = map(Stream, x.split([2, 4]))
+        found = run(HalvedStream(streams, halves, group.start_sum), Step(torch.arange(6), None))
         torch.testing.assert_close(found, expected[keep])
         assert group.sums == ([] if after or not before else [(2, False), (4, False), (2, True), (4, True)])
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +17,7 @@ from xml.etree import ElementTree
 import inside
 import pytest
 from checked_llm import Bar
+from rank_functions import asleep
 from replica_answers import GREEDY, LONG, MIXED, OPTIONS, PROMPTS, answer_all, logprobs, pids, same
 from threads import aborted_during
 
@@ -24,8 +28,12 @@ from nanovllm import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from nanovllm.batch import StepKind
+from nanovllm.config import Config
 from nanovllm.engine.stats import StepStats
+from nanovllm.parallel.replicas.replica import Call, Replica, Report, pack_request
 from nanovllm.report import make_report
+from nanovllm.text.prompts import Request, parse_prompt
 
 
 def test_answers_are_those_of_one_engine(one: LLM, two: LLM) -> None:
@@ -194,9 +202,9 @@ def test_replicas_sleep_and_wake_up(one: LLM, two: LLM) -> None:
         two.generate(PROMPTS)
     os.kill(pids(two)[1], signal.SIGKILL)
     two.wake_up(["weights"])
-    assert two.is_sleeping() and inside.replicas(two).call("asleep") == [frozenset({"kv_cache"})] * 2
+    assert two.is_sleeping() and inside.replicas(two).call(asleep) == [frozenset({"kv_cache"})] * 2
     two.wake_up()
-    assert not two.is_sleeping() and inside.replicas(two).call("asleep") == [frozenset()] * 2
+    assert not two.is_sleeping() and inside.replicas(two).call(asleep) == [frozenset()] * 2
     assert len(same(one, two, answer_all)) == len(answers)
 
 
@@ -275,3 +283,42 @@ def test_prompts_with_a_common_prefix_go_to_one_replica(two: LLM) -> None:
     prompts = [begin[number % 6] + [60 + number] * 5 for number in range(60)]
     outputs = two.generate(prompts, GREEDY, use_tqdm=False)
     assert sum(each.num_cached_tokens == 0 for each in outputs) <= 9
+
+
+def test_a_step_is_told_in_few_bytes(model: Path) -> None:
+    """Of 64 rows with 63 blocks each: numbers, and nothing for each row or block."""
+    rows, block = 64, 8
+    sent: list[Any] = []
+
+    class Recorder:
+        def send(self, message: object) -> None:
+            sent.append(message)
+
+    class Ended:
+        """An inbox with requests, whose end comes after some steps."""
+
+        def __init__(self, requests: list[Request]) -> None:
+            self.messages = [Call(Replica.add, (requests, False), has_reply=False)]
+
+        def has_message(self) -> bool:
+            return bool(self.messages) or len(sent) > 4
+
+        def receive(self) -> Call | None:
+            return self.messages.pop() if self.messages else None
+
+        send = Recorder.send
+
+    options = {"device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": rows, "max_model_len": 512}
+    config = Config.from_kwargs(str(model), **options, kvcache_block_size=block)
+    prompt, params = parse_prompt([5] * 500, "it"), SamplingParams(max_tokens=8, ignore_eos=True)
+    with closing(Replica(0, config, Recorder())) as replica:  # type: ignore[arg-type]
+        sent.clear()
+        make = replica.requests.processor.make_requests
+        made = make([prompt] * rows, [params] * rows, ["it"] * rows, 0)
+        requests = [pack_request(each) for each in made if isinstance(each, Request)]
+        replica.serve(Ended(requests))  # type: ignore[arg-type]
+    steps = [each for each in sent if isinstance(each, Report) and each.stats.num_seqs == rows]
+    assert len(steps) > 1 and steps[-1].stats.kind is StepKind.DECODE
+    for each in steps:
+        assert len(pickle.dumps(each.stats)) <= 512
+        assert len(ForkingPickler.dumps(each)) <= 16 * rows

@@ -32,6 +32,7 @@ from nanovllm import (
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import StepStats
 from nanovllm.parallel.replicas import pool
+from nanovllm.parallel.replicas.replica import Replica
 
 TINY: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
 
@@ -58,7 +59,7 @@ def test_a_replica_that_is_killed_is_started_again(one: LLM, two: LLM) -> None:
     """Its requests run again and the other replica continues; the answers are the same."""
     before = pids(two)
     signalled(one, two, signal.SIGKILL)
-    assert len(inside.replicas(two).call("room")) == 2, "it is back"
+    assert len(inside.replicas(two).call(Replica.get_room)) == 2, "it is back"
     after = pids(two)
     assert len(after) == 2 and after[1] == before[1] and after[0] != before[0]
     same(one, two, answer_all)
@@ -73,7 +74,7 @@ def test_a_stream_that_is_left_waits_for_no_step(one: LLM, two: LLM) -> None:
     stream.close()
     assert two.is_finished() and two.stats().num_running == 0
     os.kill(before[1], signal.SIGCONT)
-    inside.replicas(two).call("room")
+    inside.replicas(two).call(Replica.get_room)
     assert not inside.arrivals(two)
     same(one, two, answer_all)
     assert pids(two) == before
@@ -88,7 +89,7 @@ def test_a_replica_that_reads_nothing_is_killed(two: LLM) -> None:
     os.kill(before[0], signal.SIGSTOP)
     member.send(bytes(2**22))
     assert len(two.generate(PROMPTS, GREEDY, use_tqdm=False)) == 24
-    assert len(inside.replicas(two).call("room")) == 2 and pids(two)[0] != before[0]
+    assert len(inside.replicas(two).call(Replica.get_room)) == 2 and pids(two)[0] != before[0]
 
 
 def test_a_request_that_no_replica_survives_is_given_up(two: LLM) -> None:
@@ -137,8 +138,8 @@ def test_replicas_must_have_as_much_room_as_at_first(two: LLM) -> None:
     with pytest.raises(
         KVCacheMemoryError, match=r"replica 0: the KV cache has room for .* max_model_len=\d+$"
     ):
-        inside.replicas(two).set("limit", 10**6)
-    assert inside.replica_settings(two)["limit"] < 10**6
+        inside.replicas(two).set(Replica.limit, 10**6)
+    assert inside.replica_settings(two)[Replica.limit] < 10**6
 
 
 def test_when_all_replicas_stay_down(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

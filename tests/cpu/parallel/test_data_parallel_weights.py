@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.parallel.replicas.replica import Replica
 
 TINY: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -52,7 +53,7 @@ class OneAndTwo:
 
     def tokens(self) -> list[list[int]]:
         """Of answers to the same prompts, which must be equal."""
-        inside.replicas(self.two).call("room")
+        inside.replicas(self.two).call(Replica.get_room)
         prompts = [[5 + number] * 9 for number in range(12)]
         expected = [each["token_ids"] for each in self.one.generate(prompts, GREEDY, use_tqdm=False)]
         assert [each["token_ids"] for each in self.two.generate(prompts, GREEDY, use_tqdm=False)] == expected

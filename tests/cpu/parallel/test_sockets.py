@@ -110,11 +110,11 @@ def test_a_failed_engine_is_freed_at_once(model: Path) -> None:
 
 KILLED = """
 import os, signal
-from nanovllm.parallel.worker import RankSetup
+from nanovllm.parallel.worker import Member
 def killed(self, device, rendezvous):
     print(rendezvous.folder, os.stat(rendezvous.folder).st_mode & 0o777, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
-RankSetup.join_group = killed  # of rank 0 alone
+Member.join_group = killed  # of rank 0 alone
 import nanovllm
 nanovllm.LLM({model!r}, tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
 """

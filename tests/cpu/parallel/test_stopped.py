@@ -24,15 +24,17 @@ from safetensors.torch import load_file
 
 from nanovllm import LLM, EngineClosedError, SamplingParams, WorkerError
 from nanovllm.config import Config
-from nanovllm.device import Device
 from nanovllm.engine import core
+from nanovllm.engine.core import Core
+from nanovllm.engine.startup import open_model
 from nanovllm.layers.weights import weight_slots
 from nanovllm.parallel import ranks, watch
 from nanovllm.parallel.group import TPGroup
-from nanovllm.parallel.ranks import Ranks
 from nanovllm.parallel.replicas import pool
 from nanovllm.parallel.replicas.replica import Replica
 from nanovllm.parallel.watch import Watch, is_stopped
+from nanovllm.parallel.worker import Member
+from nanovllm.residency.runner import ResidentModelRunner
 from nanovllm.runner.model_runner import ModelRunner
 
 LIMIT = 0.3  # seconds, once a process is stopped
@@ -69,9 +71,9 @@ def no_hang(pid: int | None = None) -> Iterator[None]:
 # -- ranks ---------------------------------------------------------------------------------------------------
 
 
-class StopsBeforeJoining(CheckedSetup):
+class StopsBeforeJoining(Member):
     def join_group(self, *args: Any) -> TPGroup:
-        if self.rank == 1:
+        if self.setup.rank == 1:
             stop(os.getpid())
         return super().join_group(*args)
 
@@ -85,9 +87,13 @@ class StopsWhileLoading(CheckedSetup):
         stop(os.getpid())
 
 
-@pytest.mark.parametrize("setup", [StopsBeforeJoining, StopsWhileLoading])
+@pytest.mark.parametrize(
+    ("module", "name", "kind"),
+    [(ranks, "Member", StopsBeforeJoining), (core, "RankSetup", StopsWhileLoading)],
+    ids=["StopsBeforeJoining", "StopsWhileLoading"],
+)
 def test_a_rank_that_is_stopped_while_it_loads(
-    model: Path, monkeypatch: pytest.MonkeyPatch, setup: type[CheckedSetup]
+    model: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, kind: type
 ) -> None:
     start = Watch.start
 
@@ -102,7 +108,7 @@ def test_a_rank_that_is_stopped_while_it_loads(
         threading.Thread(target=lower, daemon=True).start()
 
     monkeypatch.setattr(Watch, "start", start_and_look)
-    monkeypatch.setattr(core, "RankSetup", setup)
+    monkeypatch.setattr(module, name, kind)
     with (
         no_hang(),
         pytest.raises(WorkerError, match=r"rank 1 made no progress for 0.3 s during load .* SIGSTOP"),
@@ -138,7 +144,7 @@ def test_close_kills_a_rank_that_is_stopped(model: Path) -> None:
         assert channel is not None
         stop(pid)
         for _ in range(inside.num_slots(channel)):
-            channel.send("wake_up_need", ["weights"])
+            channel.send(ResidentModelRunner.wake_up_need, ["weights"])
         llm.close()
         assert not Path("/proc", str(pid)).exists()
 
@@ -161,10 +167,15 @@ def test_progress_of_any_rank_prolongs_a_wait(monkeypatch: pytest.MonkeyPatch) -
         assert failure.what.startswith(
             "made no progress for 1 s during load and was killed (if it is only slow, r"
         )
-    alone = Ranks(Device("cpu"), [], 1.0, lambda: heard.append("call"))
-    assert alone.run("five", own=lambda: 5) == 5
-    alone.collect("five")
-    assert heard[-1] == "call"
+
+
+def test_a_call_of_one_rank_is_progress(model: Path) -> None:
+    heard: list[str] = []
+    config = Config.from_kwargs(str(model), **TINY)
+    with closing(Core(open_model(config), lambda: heard.append("call"))) as core:
+        heard.clear()
+        core.ranks.call(ModelRunner.try_kv_cache, 9)
+        assert heard == ["call"]
 
 
 # -- replicas ------------------------------------------------------------------------------------------------
@@ -214,7 +225,7 @@ def test_a_replica_tells_of_each_tensor_that_it_loads(model: Path) -> None:
             sent.append(type(message).__name__)
 
     config = Config.from_kwargs(str(model), **TINY)
-    with closing(Replica(0, config, Recorder()).core) as core:  # type: ignore[arg-type]
+    with closing(Replica(0, config, Recorder())) as core:  # type: ignore[arg-type]
         tensors = len(weight_slots(core.runner.model))
         assert sent.count("Progress") > tensors
         sent.clear()
@@ -250,7 +261,7 @@ def test_the_limit_is_an_option(model: Path) -> None:
     for wrong, error in ((0, ValueError), ("600", TypeError)):
         with pytest.raises(error, match="distributed_timeout_seconds must be"):
             LLM(model, distributed_timeout_seconds=wrong, **TINY)
-    with make_tiny(model, distributed_timeout_seconds=7) as llm:
+    with make_tiny(model, tensor_parallel_size=2, distributed_timeout_seconds=7) as llm:
         assert inside.workers(llm).watch.limit == 7
         assert llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
 
@@ -282,7 +293,7 @@ def test_a_replica_that_is_stopped_in_any_phase(
     weights = load_file(Path(two.config.model, "model.safetensors"))
     for phase, call in calls.items():
         with no_hang():
-            inside.replicas(two).call("room")  # it is back
+            inside.replicas(two).call(Replica.get_room)  # it is back
             if phase == "the start":
                 os.kill(pids(two)[1], signal.SIGKILL)
                 while inside.members(two)[1].is_ready:

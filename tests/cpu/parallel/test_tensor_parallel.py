@@ -28,10 +28,11 @@ from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams,
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine import core
-from nanovllm.layers.stream import HalvedStream
 from nanovllm.parallel import channel, ranks
 from nanovllm.parallel.group import TPGroup
-from nanovllm.runner.inputs import OVERLAP_RANKS, OVERLAP_TOKENS
+from nanovllm.parallel.halves import OVERLAP_RANKS, OVERLAP_TOKENS, HalvedStream
+from nanovllm.parallel.worker import Member
+from nanovllm.runner import ranks as start
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -288,7 +289,7 @@ def test_a_rank_with_less_memory_is_named_before_loading(
     ):  # both ranks share one memory
         check_weights_fit(4 * GIB, [(6 * GIB, 8 * GIB)] * 2, config, Device("cpu"))
     monkeypatch.undo()
-    monkeypatch.setattr(ranks, "weight_bytes", lambda *args: 2**50)
+    monkeypatch.setattr(start, "weight_bytes", lambda *args: 2**50)
     monkeypatch.setattr(ModelRunner, "__init__", lambda *args: pytest.fail("it was loaded"))
     with pytest.raises(KVCacheMemoryError, match="the model does not fit"):
         make(model)
@@ -307,7 +308,7 @@ def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
     with pytest.raises(KVCacheMemoryError, match=r"on rank 1 .* 0.0 MiB may be used"):
         fit_kv_cache([big, none], Config("m"), 16, 1000)
     with make(model, num_kvcache_blocks=9) as llm:
-        assert inside.workers(llm).call("allocate_kv_cache", 9) == [
+        assert inside.workers(llm).call(ModelRunner.allocate_kv_cache, 9) == [
             9,
             9,
         ]
@@ -344,11 +345,11 @@ def test_fault(fault: str) -> None:
     soak_tp.FAULTS[fault](random.Random(7), "cpu")
 
 
-class LonelySetup(CheckedSetup):
+class LonelyMember(Member):
     """Rank 1 never joins the group, and the user of rank 0 presses Ctrl-C."""
 
     def join_group(self, *args: Any) -> TPGroup:
-        if self.rank == 1:
+        if self.setup.rank == 1:
             time.sleep(3600)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         return super().join_group(*args)
@@ -358,7 +359,7 @@ def test_a_start_that_is_interrupted_stops_waiting_for_ranks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fixture `nothing_is_left` checks that its ports are free and its folder is gone."""
-    monkeypatch.setattr(core, "RankSetup", LonelySetup)
+    monkeypatch.setattr(ranks, "Member", LonelyMember)
     with pytest.raises(KeyboardInterrupt):
         LLM(str(model), tensor_parallel_size=2, device="cpu", skip_tokenizer_init=True, max_model_len=64)
 

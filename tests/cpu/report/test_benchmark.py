@@ -248,7 +248,7 @@ def test_recorded_steps_count_what_the_floor_counts(run_ahead: bool) -> None:
         nanovllm.demo_model_path(), skip_tokenizer_init=True, device="cpu", async_scheduling=run_ahead
     ) as llm:
         params = [nanovllm.SamplingParams(max_tokens=n, ignore_eos=True) for n in work.output_lens]
-        llm.on_step = recorder = StepRecorder()
+        recorder = StepRecorder(llm)
         llm.generate([[1, 2]], params[0], use_tqdm=False)
         recorder.take()
         llm.generate(work.prompts, params, use_tqdm=False)

@@ -75,13 +75,13 @@ def test_without_widgets_a_bar_is_one_line_of_text_and_no_warning(notebook: Note
         "import os, sys, time\n"
         "os.environ.pop('TQDM_DISABLE', None)\n"
         "sys.modules['ipywidgets'] = None\n"
-        "from nanovllm.batch import EMPTY_BATCH\n"
+        "from nanovllm.batch import StepKind\n"
         "from nanovllm.engine.progress import Progress\n"
         "from nanovllm.engine.stats import StepStats\n"
         "with Progress(3, True) as progress:\n"
         "    for _ in range(3):\n"
         "        time.sleep(0.15)\n"
-        "        progress.update(StepStats(EMPTY_BATCH, 0.15, 0, 0, 1, 0, 0, 0.0))",
+        "        progress.update(StepStats(StepKind.PREFILL, 0, 0, 0, 0.15, 0, 0, 1, 0, 0, 0.0))",
         "stderr",
     )
     assert reply["status"] == "ok", reply

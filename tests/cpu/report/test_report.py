@@ -28,8 +28,8 @@ from report_pages import (
 )
 
 from nanovllm import SamplingParams
-from nanovllm.batch import Batch, StepKind, greedy
-from nanovllm.engine.stats import Counters, EngineStats, StepStats
+from nanovllm.batch import StepKind
+from nanovllm.engine.stats import Counters, EngineStats, StepStats, attention_pairs
 from nanovllm.report import charts, make_report, write_report
 from nanovllm.report.chart import STYLE, Axis, Chart, time_unit
 from nanovllm.report.gpu import GPUSample
@@ -263,11 +263,8 @@ def test_a_chart_shows_itself_in_a_notebook(llm: CheckedLLM) -> None:
 
 def made(kind: StepKind, num_seqs: int, context: int, query: int = 1, seconds: float = 0.1) -> StepStats:
     contexts, queries = np.full(num_seqs, context, np.int32), np.full(num_seqs, query, np.int32)
-    tokens = np.zeros(num_seqs * query, np.int32)
-    seq_ids = tuple(range(num_seqs))
-    columns = contexts, tokens, queries, contexts, contexts[None], queries
-    batch = Batch(kind, seq_ids, *columns, greedy(num_seqs))
-    return StepStats(batch, seconds, num_seqs, 0, 0, num_seqs, 0, 0.5)
+    pairs = attention_pairs(queries, contexts)
+    return StepStats(kind, num_seqs, num_seqs * query, pairs, seconds, num_seqs, 0, 0, num_seqs, 0, 0.5)
 
 
 def recorded(steps: list[tuple[float, StepStats]]) -> EngineStats:

@@ -1,0 +1,169 @@
+"""Prefill in two halves: while the ranks sum one half, they compute the other.
+
+Splits the columns of a step, and runs the stream of its halves. `TPGroup` decides which steps are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from nanovllm.attention.base import AttentionColumns, PrefillRanges, StepColumns
+from nanovllm.batch import Batch, StepKind, prefix_sum
+from nanovllm.layers.stream import AnyStream, Block, Norm, RMSNorm, Step, Stream, Term, added, value_of
+from nanovllm.parallel.peer_memory import PendingSum
+from nanovllm.quantization.base import Normed, Product
+from nanovllm.runner.inputs import cell_copies
+
+OVERLAP_RANKS = (2, 4)  # measured to be faster
+OVERLAP_TOKENS = 2048  # minimum tokens of a step that is split
+Half = AttentionColumns[np.ndarray]
+StartSum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], PendingSum]
+
+
+def rows_of_half(max_num_batched_tokens: int, tp_size: int) -> int:
+    """The maximum number of tokens of a half; 0 if no step is split."""
+    cut = tp_size in OVERLAP_RANKS and max_num_batched_tokens >= OVERLAP_TOKENS
+    return -(-max_num_batched_tokens // 2) if cut else 0
+
+
+def most_whole(max_num_batched_tokens: int, tp_size: int) -> int:
+    """The most tokens of a prefill step that is not split."""
+    cut = rows_of_half(max_num_batched_tokens, tp_size) > 0
+    return OVERLAP_TOKENS - 1 if cut else max_num_batched_tokens
+
+
+def overlaps(batch: Batch, tp_size: int) -> bool:
+    """Whether to compute a step in two halves."""
+    large = batch.kind is StepKind.PREFILL and len(batch.token_ids) >= OVERLAP_TOKENS
+    return large and tp_size in OVERLAP_RANKS
+
+
+def halves(batch: Batch, columns: Half) -> tuple[Half, Half]:
+    """Split a batch of two or more tokens in the middle; one sequence may be in both halves. columns: those
+    of the whole step."""
+    slot_mapping, window_slots = columns.slot_mapping, columns.window_slots
+    ends = np.cumsum(batch.query_lens)
+    cut = int(ends[-1]) // 2
+    row = int(np.searchsorted(ends, cut))  # the row of the last token of the first half
+    left = int(ends[row]) - cut  # tokens of this row in the second half
+    next_row = row if left else row + 1
+    first, second = batch.query_lens[: row + 1].copy(), batch.query_lens[next_row:].copy()
+    contexts = batch.context_lens[: row + 1].copy()
+    first[-1] -= left
+    contexts[-1] -= left
+    if left:
+        second[0] = left
+    left_half = _half(first, contexts, slot_mapping[:cut], batch.block_tables[: row + 1])
+    right_half = _half(
+        second, batch.context_lens[next_row:], slot_mapping[cut:], batch.block_tables[next_row:]
+    )
+    if batch.copies is not None:  # in the half in which their row begins: it reads them there first
+        is_left = np.isin(batch.copies[:, 1], batch.block_tables[: row + 1])
+        left_half = replace(left_half, copies=cell_copies(batch.copies[is_left]))
+        right_half = replace(right_half, copies=cell_copies(batch.copies[~is_left]))
+    near = batch.window_tables
+    if near is None or window_slots is None:
+        return left_half, right_half
+    return (
+        replace(left_half, window_slots=window_slots[:cut], window_tables=near[: row + 1]),
+        replace(right_half, window_slots=window_slots[cut:], window_tables=near[next_row:]),
+    )
+
+
+def _half(
+    query_lens: np.ndarray, context_lens: np.ndarray, slot_mapping: np.ndarray, block_tables: np.ndarray
+) -> Half:
+    return AttentionColumns(
+        slot_mapping=slot_mapping,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        max_seqlen_k=int(context_lens.max()),
+        prefill=PrefillRanges(prefix_sum(query_lens), prefix_sum(context_lens), int(query_lens.max())),
+    )
+
+
+def _cat(terms: list[Term]) -> Term:
+    products = [term for term in terms if isinstance(term, Product)]
+    return Product.cat(products) if len(products) == len(terms) else torch.cat([*map(value_of, terms)])
+
+
+class HalvedStream:
+    """A stream in two halves of its rows: the ranks sum one half while they compute the other half.
+
+    This is two-batch overlap, as in DeepSeek-V3's prefill and SGLang. In each layer the first half's K/V is
+    stored before the second half reads it. The sum over the ranks contains the norm that follows it, so a
+    block waits here until the next one brings its norm. Rows are kept once; the rest is a whole `Stream`.
+    """
+
+    def __init__(self, halves: Iterable[Stream], steps: Sequence[Step], start_sum: StartSum) -> None:
+        """steps: of each half. start_sum: as in `TPGroup`."""
+        self._halves: list[Stream | PendingSum] = list(halves)  # a PendingSum contains its residual
+        self._steps = steps
+        self._start_sum = start_sum
+        self._waiting: tuple[Norm, Block, RMSNorm | None] | None = None
+
+    def add(
+        self,
+        norm: Norm,
+        block: Block,
+        step: Step,
+        keep: torch.Tensor | None = None,
+        after: RMSNorm | None = None,
+    ) -> AnyStream:
+        """As `Stream.add`. The result replaces this stream."""
+        self._run_waiting(norm, whole=keep is not None)
+        if keep is None:
+            self._waiting = norm, block, after
+            return self
+        totals, terms = [], []
+        for half in range(2):
+            x = self._normed(norm, half)
+            terms.append(block(x, self._steps[half]))
+            totals.append(x.total)
+            self._advance(1 - half)
+        return added(torch.cat(totals), _cat(terms), keep, after)
+
+    def _normed(self, norm: Norm, half: int) -> Normed:
+        """A half's norm. After a sum its `total` may have only this rank's rows."""
+        stream = self._halves[half]
+        if isinstance(stream, PendingSum):
+            return Normed.computed(*stream.finish())
+        normed: Normed = norm(stream)
+        return normed
+
+    def _run_waiting(self, following: Norm, whole: bool) -> None:
+        """Run the block that waits, and start its sums, which `following` normalises."""
+        if self._waiting is None:
+            return
+        norm, block, after = self._waiting
+        for half in range(2):
+            x = self._normed(norm, half)
+            term = block(x, self._steps[half])
+            self._advance(1 - half)
+            if after is None and isinstance(following, RMSNorm):
+                self._halves[half] = self._start_sum(
+                    value_of(term), x.total, following.weight, following.eps, whole
+                )
+            else:
+                self._halves[half] = added(x.total, term, after=after)
+
+    def _advance(self, half: int) -> None:
+        stream = self._halves[half]
+        if isinstance(stream, PendingSum):
+            stream.advance()
+
+
+def begin(embedded: torch.Tensor, step: Step, start_sum: StartSum) -> AnyStream:
+    """The stream of a step, in halves if its columns are. Arguments as in `TPGroup.begin` and
+    `HalvedStream`."""
+    halves = step.meta.halves if isinstance(step.meta, StepColumns) else None
+    if halves is None:
+        return Stream(embedded)
+    sizes = [len(half.slot_mapping) for half in halves]
+    inputs = [None] * len(halves) if step.layer_inputs is None else step.layer_inputs.split(sizes)
+    steps = [Step(*each) for each in zip(step.positions.split(sizes), halves, inputs, strict=True)]
+    return HalvedStream(map(Stream, embedded.split(sizes)), steps, start_sum)
