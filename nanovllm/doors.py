@@ -92,6 +92,8 @@ ON_THE_FLY = {
     "int8": "cpu.integers:INT8",
     "int4": "cpu.integers:INT4",
 }
+# What makes the `CacheLayout` of layers that are not all alike.
+LAYOUTS = {"windows": "windows.layout:windowed_layout"}
 # `AttentionBackend` by its name, fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
 BACKENDS = {
     "triton": "attention.backends:TritonBackend",

@@ -1,6 +1,6 @@
 """KVGroup: attention layers that share the blocks of a sequence, and the policy that says which it keeps.
 
-A block manager, the tables of a batch and the layout of the KV cache each hold a tuple of groups; a layer knows
+The block manager, the tables of a batch and the layout of the KV cache hold a tuple of groups; a layer knows
 its group's number. Most models have one group. Owns no block.
 """
 
@@ -27,11 +27,14 @@ class KVPolicy:
         return -(-num_tokens // block_size)
 
 
+ALL_BLOCKS = KVPolicy()
+
+
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """The layers of a group."""
 
-    policy: KVPolicy = KVPolicy()
+    policy: KVPolicy = ALL_BLOCKS
     per_slab: int = 1  # how many of its blocks take the memory of a slab, which groups share
 
 

@@ -26,7 +26,7 @@ FLOORS = (
         "batch",
         "pooling_params",
     }
-    | {"side_files", "checks", "engine_args", "bpe", "doors"},
+    | {"side_files", "checks", "engine_args", "bpe", "doors", "kv_group"},
     {"text", "plan", "kernels"},
     {"attention", "quantization"},
     {"layers"},
@@ -37,7 +37,7 @@ FLOORS = (
     {"", "__main__"},  # nanovllm/__init__.py and `python -m nanovllm`
 )
 # A door imports the core and other doors, but no file imports itself through others.
-DOORS = {"cpu", "extras", "families", "formats", "moe", "parallel", "residency", "vllm"}
+DOORS = {"cpu", "extras", "families", "formats", "moe", "parallel", "residency", "vllm", "windows"}
 DOORS |= {"integrations", "jobs", "report"}
 # What these reach through imports never needs torch. Only `engine` and what imports it reach them.
 WINGS = {"text", "plan"}
@@ -67,6 +67,7 @@ CORE = {
         "engine_args",
         "errors",
         "inputs",
+        "kv_group",
         "lifecycle",
     ),
     *("llm", "metrics", "outputs", "sampling_params", "side_files"),

@@ -87,8 +87,8 @@ class BlockManager:
         """Give `seq`, which owns no blocks, blocks for all its tokens, from the prefix cache if possible.
 
         Sets its block tables and `num_computed_tokens` (at least one token is left to compute). Returns False
-        and changes nothing if fewer than `spare` blocks would stay free. In groups that do not keep all blocks
-        there is room, but `extend` gives the blocks before each step of the prompt.
+        and changes nothing if fewer than `spare` blocks would stay free. In groups that do not keep all there
+        is room, but `extend` gives the blocks before each step of the prompt.
         """
         assert not seq.tables
         found = self._find_prefix(seq) if self.pool.free_slabs else Found([])
@@ -151,8 +151,8 @@ class BlockManager:
         return tuple([np.array(each, np.int32) for each in copies])
 
     def grow(self, seq: Sequence) -> bool:
-        """Add blocks for all of the sequence's tokens, and free those that no later token reads. Returns False
-        and adds nothing if there are too few free blocks."""
+        """Add blocks for all of the sequence's tokens, and free those that no later token reads. Returns
+        False and adds nothing if there are too few free blocks."""
         return self.extend(seq, seq.num_tokens)
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:

@@ -26,8 +26,8 @@ class BlockPool(Generic[C]):
 
     The memory consists of slabs. A slab holds `per_slab` blocks of one group of layers, and changes its group
     when it is free. Blocks are numbered group after group; block i lies in slab i % num_slabs. In a table a
-    block has its number within its group, without `offsets` of the group. With one group whose `per_slab` is 1
-    a slab is a block.
+    block has its number within its group, without `offsets` of the group. With one group whose `per_slab` is
+    1 a slab is a block.
 
     Free slabs are reused in this order: those in which nothing is cached, blocks of which only a part is
     cached, the others; the last two by when they were used last.

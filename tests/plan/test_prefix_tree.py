@@ -231,9 +231,7 @@ def test_the_source_of_a_copy_is_not_handed_out_in_its_step() -> None:
     batch = loop.scheduler.schedule()
     assert batch is not None and batch.copies
     [[source, target, first, cells]] = batch.copies[0].tolist()
-    assert (
-        (first, cells) == (0, 3) and source not in batch.tables[0] and target == batch.tables[0][0, 0]
-    )
+    assert (first, cells) == (0, 3) and source not in batch.tables[0] and target == batch.tables[0][0, 0]
 
 
 def test_without_room_for_its_source_nothing_is_copied() -> None:
