@@ -99,3 +99,5 @@ BACKENDS = {
     "cpu": "cpu.attention:CPUBackend",
     "reference": "attention.backends:ReferenceBackend",
 }
+# What text needs of chat templates: the process that applies them, and the token by which one ends an answer.
+CHAT = {"process": "chat.templates:TemplateProcess", "written_end": "chat.ends:with_written_end"}

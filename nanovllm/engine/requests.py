@@ -7,6 +7,7 @@ with deltas. Schedules nothing; the Processor handles text.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -16,12 +17,13 @@ import xxhash
 
 from nanovllm.batch import Batch, TokenEvents
 from nanovllm.config import Config
+from nanovllm.errors import BadRow
 from nanovllm.extras.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed, unlisted
 from nanovllm.plan.sequence import Sequence
 from nanovllm.text.detokenizer import LONGEST_CUT, StopStrings
 from nanovllm.text.processor import Processor
-from nanovllm.text.prompts import Request
+from nanovllm.text.prompts import Prompt, Request
 
 
 def check_can_run(request: Request, config: Config, has_head: bool) -> None:
@@ -306,3 +308,17 @@ def sequence_seed(request: Request, index: int, engine_seed: int) -> int:
 def drawn_seed(seed: int, number: int) -> int:
     """The seed of request, completion or row `number`, derived from `seed`; at most 63 bits."""
     return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed % 2**64, number)) >> 1
+
+
+def refused_output(
+    request_id: int, index: int, request: Request | BadRow, prompt: Prompt | BadRow, error: BadRow
+) -> RequestOutput:
+    """Return the output of a prompt that cannot run, with the known part of the prompt."""
+    text: str | None = None
+    ids: array[int] | list[int] = []
+    if isinstance(request, Request):
+        text, ids = request.prompt, request.prompt_token_ids
+    elif isinstance(prompt, Prompt):
+        text, ids = prompt.text, list(prompt.token_ids or ())
+    answer = CompletionOutput(0, "", [], finish_reason="error")
+    return RequestOutput(str(request_id), text, ids, None, [answer], error=str(error), index=index)

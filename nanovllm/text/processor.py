@@ -9,26 +9,26 @@ from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from nanovllm.batch import TokenLogprobs
+from nanovllm.doors import CHAT, Table
 from nanovllm.errors import BadRow, attempt
 from nanovllm.extras.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.extras.structured import Constraint, GrammarCompiler
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed
 from nanovllm.sampling_params import GuardedProcessors, SamplingParams
 from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer, StopSearch, StopStrings
-from nanovllm.text.ends import with_written_end
 from nanovllm.text.prompts import Prompt, Request
-from nanovllm.text.templates import TemplateProcess
 from nanovllm.text.token_ids import pack_token_ids
 from nanovllm.text.tokenizer import LeastTokens, bad_word_ids, encode, num_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_CHAT: Table[Any] = Table(CHAT)
 _CACHE_SIZE = 16  # lists of stop strings and of bad words; the longest take a few megabytes
 
 LONG_TEXT = 2**16  # characters; a shorter text is tokenised, whatever its length may turn out to be
@@ -52,7 +52,6 @@ class Processor:
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._max_logprobs = max_logprobs
         self.max_model_len: int | None = None  # a text that cannot fit is not tokenised; None: no limit
-        self.templates = TemplateProcess()
         self._least_tokens: LeastTokens | None = None  # created on first use
         self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are skipped
         self._grammars: GrammarCompiler | None = None  # created on first use
@@ -69,7 +68,17 @@ class Processor:
 
     def add_written_end(self) -> None:
         """Have answers end by the token, too, that the chat template writes after them."""
-        self._eos_token_ids = with_written_end(self.tokenizer, self.eos_token_ids, self.templates)
+        self._eos_token_ids = _CHAT["written_end"](self.tokenizer, self.eos_token_ids, self.templates)
+
+    @property
+    def templates(self) -> Any:
+        """The process that applies chat templates; any thread may be the first to use it."""
+        return vars(self).get("_templates") or vars(self).setdefault("_templates", _CHAT["process"]())
+
+    def close(self) -> None:
+        """End that process, if there is one."""
+        if "_templates" in vars(self):
+            self.templates.close()
 
     def make_requests(
         self,
@@ -377,17 +386,3 @@ def _failure(request: Request, dead_end: tuple[str, int] | None) -> str:
     given = [name for name in (*rules, "logits_processors") if getattr(params, name)]
     left = f"no token was left by {', '.join(given)}, or " if given else ""
     return f"{left}the model's logits were not finite"
-
-
-def refused_output(
-    request_id: int, index: int, request: Request | BadRow, prompt: Prompt | BadRow, error: BadRow
-) -> RequestOutput:
-    """Return the output of a prompt that cannot run, with the known part of the prompt."""
-    text: str | None = None
-    ids: Sequence[int] = []
-    if isinstance(request, Request):
-        text, ids = request.prompt, request.prompt_token_ids
-    elif isinstance(prompt, Prompt):
-        text, ids = prompt.text, prompt.token_ids or []
-    answer = CompletionOutput(0, "", [], finish_reason="error")
-    return RequestOutput(str(request_id), text, ids, None, [answer], error=str(error), index=index)

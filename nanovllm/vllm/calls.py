@@ -9,7 +9,8 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.chat.calls import ChatCalls
+from nanovllm.chat.conversations import Conversation, check_template_options
 from nanovllm.engine.metrics import engine_metrics
 from nanovllm.engine.progress import Progress
 from nanovllm.errors import BadRow, raise_first
@@ -19,12 +20,6 @@ from nanovllm.metrics import Metric
 from nanovllm.outputs import RequestOutput
 from nanovllm.residency.runner import FailedCall, RankView
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat import (
-    Conversation,
-    check_template_options,
-    parse_conversations,
-    render_conversations,
-)
 from nanovllm.text.prompts import Prompt, PromptBatch, parse_prompts, show
 from nanovllm.vllm.arguments import CHAT, GENERATE, refuse_absent
 
@@ -34,7 +29,7 @@ if TYPE_CHECKING:
 _Engine = TypeVar("_Engine", bound="VLLMCalls")
 
 
-class VLLMCalls(LLMEngine):
+class VLLMCalls(ChatCalls):
     """An engine with vLLM's further calls."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -61,7 +56,8 @@ class VLLMCalls(LLMEngine):
         self._lifecycle.check_open()
         others.pop("use_tqdm", None)  # queueing shows no progress
         refuse_others(self.enqueue, others, GENERATE)
-        return self._enqueue(*parse_prompts(prompts), sampling_params)
+        rows, where = parse_prompts(prompts)
+        return self._enqueue(rows, where, sampling_params)
 
     def enqueue_chat(
         self,
@@ -79,20 +75,16 @@ class VLLMCalls(LLMEngine):
         self._lifecycle.check_open()
         others.pop("use_tqdm", None)
         refuse_others(self.enqueue_chat, others, CHAT)
-        template = chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
-        return self._enqueue(*self._rendered(messages, "raise", *template), sampling_params)
-
-    def _rendered(
-        self, messages: Conversation | Iterable[Conversation], on_error: str, *template: Any
-    ) -> tuple[list[Prompt | BadRow], list[str]]:
-        """The prompts of conversations, and their names in errors. template: see `check_template_options`."""
-        options = check_template_options(self.tokenizer, *template)
-        assert self.tokenizer is not None
-        conversations = parse_conversations(messages)
-        if on_error == "raise":
-            raise_first(conversations)
-        prompts = render_conversations(self.tokenizer, conversations, options, self._processor.templates)
-        return prompts, [f"conversation {index}" for index in range(len(prompts))]
+        options = check_template_options(
+            self.tokenizer,
+            chat_template,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            chat_template_kwargs,
+        )
+        prompts, where = self._rendered(messages, "raise", options)
+        return self._enqueue(prompts, where, sampling_params)
 
     def _enqueue(
         self,
