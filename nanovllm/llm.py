@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanovllm.extras.calls import ExtraCalls
-from nanovllm.inputs import OtherNames
+from nanovllm.inputs import calls_of_llm
 from nanovllm.parallel.replicas.replicas import Replicas
 from nanovllm.tables.calls import TableCalls
 from nanovllm.vllm.calls import VLLMCalls
+from nanovllm.vllm.names import OtherNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@calls_of_llm
 class LLM(OtherNames, VLLMCalls, TableCalls, ExtraCalls):
     """A loaded model: `LLM(folder_or_hub_id, **options)`; `Config` lists the options.
 

@@ -14,14 +14,14 @@ from nanovllm.chat.conversations import (
 )
 from nanovllm.engine.generate import Generation
 from nanovllm.errors import BadRow, raise_first
-from nanovllm.inputs import check_on_error, refuse_others
+from nanovllm.inputs import calls_of_llm, check_on_error, refuse_others
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 from nanovllm.text.prompts import Prompt
-from nanovllm.vllm.arguments import CHAT
 
 
+@calls_of_llm
 class ChatCalls(Generation):
     """An engine that answers conversations."""
 
@@ -54,9 +54,7 @@ class ChatCalls(Generation):
         """
         self._lifecycle.check_open()
         check_on_error(on_error)
-        refuse_others(
-            ChatCalls.chat, others, CHAT, ". Variables of the template go into chat_template_kwargs"
-        )
+        refuse_others(ChatCalls.chat, others, ". Variables of the template go into chat_template_kwargs")
         options = check_template_options(
             self.tokenizer,
             chat_template,

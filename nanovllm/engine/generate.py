@@ -13,14 +13,14 @@ from typing import Any
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.progress import LengthHint, Progress
 from nanovllm.errors import BadRow, EngineClosedError, raise_first
-from nanovllm.inputs import PromptLike, check_on_error, given_prompts, refuse_others
+from nanovllm.inputs import PromptLike, calls_of_llm, check_on_error, given_prompts, refuse_others
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, Request, parse_prompts
-from nanovllm.vllm.arguments import GENERATE
 
 
+@calls_of_llm
 class Generation(LLMEngine):
     """An engine that answers many prompts in one call."""
 
@@ -51,7 +51,7 @@ class Generation(LLMEngine):
         `add_request` are unfinished, because their answers would be lost.
         """
         self._lifecycle.check_open()
-        refuse_others(Generation.generate, others, GENERATE)
+        refuse_others(Generation.generate, others)
         with no_full_collections():
             rows, where = parse_prompts(given_prompts(prompts, prompt_token_ids))
             return self._generate(rows, where, sampling_params, use_tqdm, on_error)

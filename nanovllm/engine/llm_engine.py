@@ -24,11 +24,11 @@ from nanovllm.engine.requests import check_can_run, refused_output
 from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.errors import BadRow, attempt, raise_first
-from nanovllm.inputs import PromptLike
+from nanovllm.inputs import PromptLike, calls_of_llm
 from nanovllm.lifecycle import Lifecycle, held_interrupts
 from nanovllm.outputs import RequestOutput
+from nanovllm.params import SamplingParams
 from nanovllm.residency.runner import TAGS, WEIGHTS
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import PromptBatch, Request, parse_prompt, parse_sampling_params
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 Engine = TypeVar("Engine", bound="LLMEngine")
 
 
+@calls_of_llm
 class LLMEngine:
     """One model, on one device or split over several. `LLM` adds the calls that most users need.
 

@@ -8,16 +8,17 @@ from typing import Any
 
 from nanovllm.engine.generate import Generation
 from nanovllm.errors import raise_first
+from nanovllm.extras.beams import BeamSearchParams
 from nanovllm.extras.scoring import beam_search, embedding_output, parse_pooling_params, score_output
-from nanovllm.inputs import PromptLike, refuse_others
+from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, ScoreOutput
+from nanovllm.params import SamplingParams
 from nanovllm.pooling_params import PoolingParams
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.prompts import Prompt, parse_prompts, show
 from nanovllm.text.tokenizer import Pair, encode_continuations, parse_continuations, parse_pairs
-from nanovllm.vllm.arguments import BEAM_SEARCH, EMBED
 
 
+@calls_of_llm
 class ExtraCalls(Generation):
     """An engine that scores, embeds and searches."""
 
@@ -82,7 +83,7 @@ class ExtraCalls(Generation):
         `normalize`.
         """
         self._lifecycle.check_open()
-        refuse_others(ExtraCalls.embed, others, EMBED)
+        refuse_others(ExtraCalls.embed, others)
         stated = self._embedding
         if pooling is None and stated.problem:
             raise ValueError(f"{stated.problem}; pass pooling='last' or 'mean' for hidden states as they are")
@@ -115,7 +116,7 @@ class ExtraCalls(Generation):
         2 * `beam_width` is above `max_logprobs`; RuntimeError if the model's logits are not finite.
         """
         self._check_returns_logprobs("beam_search()")
-        refuse_others(ExtraCalls.beam_search, others, BEAM_SEARCH)
+        refuse_others(ExtraCalls.beam_search, others)
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, one for all prompts, not {show(params)}")
         if 2 * params.beam_width > self.config.max_logprobs >= 0:

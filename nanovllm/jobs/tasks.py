@@ -24,7 +24,7 @@ from nanovllm.jobs.output import COLUMNS, to_text
 from nanovllm.jobs.params import PARAMS_COLUMN, own_params, row_params
 from nanovllm.jobs.sources import SourceRow, Values, parse_json
 from nanovllm.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput, unlisted
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 from nanovllm.text.prompts import Prompt, show
 
 if TYPE_CHECKING:

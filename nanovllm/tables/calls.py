@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanovllm.chat.calls import ChatCalls
+from nanovllm.inputs import calls_of_llm
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 from nanovllm.tables.tables import answer_columns, open_table, read_prompts
 
 
+@calls_of_llm
 class TableCalls(ChatCalls):
     """An engine that answers tables."""
 

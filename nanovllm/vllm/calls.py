@@ -14,14 +14,14 @@ from nanovllm.chat.conversations import Conversation, check_template_options
 from nanovllm.engine.metrics import engine_metrics
 from nanovllm.engine.progress import Progress
 from nanovllm.errors import BadRow, raise_first
-from nanovllm.inputs import PromptLike, refuse_others
+from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.metrics import Metric
+from nanovllm.names import refuse_unknown
 from nanovllm.outputs import RequestOutput
+from nanovllm.params import SamplingParams
 from nanovllm.residency.runner import FailedCall, RankView
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, PromptBatch, parse_prompts, show
-from nanovllm.vllm.arguments import CHAT, GENERATE, refuse_absent
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _Engine = TypeVar("_Engine", bound="VLLMCalls")
 
 
+@calls_of_llm
 class VLLMCalls(ChatCalls):
     """An engine with vLLM's further calls."""
 
@@ -55,7 +56,7 @@ class VLLMCalls(ChatCalls):
         """
         self._lifecycle.check_open()
         others.pop("use_tqdm", None)  # queueing shows no progress
-        refuse_others(self.enqueue, others, GENERATE)
+        refuse_others(VLLMCalls.enqueue, others)
         rows, where = parse_prompts(prompts)
         return self._enqueue(rows, where, sampling_params)
 
@@ -74,7 +75,7 @@ class VLLMCalls(ChatCalls):
         """Queue conversations, with the arguments of `chat`, and return their request ids, as `enqueue`."""
         self._lifecycle.check_open()
         others.pop("use_tqdm", None)
-        refuse_others(self.enqueue_chat, others, CHAT)
+        refuse_others(VLLMCalls.enqueue_chat, others)
         options = check_template_options(
             self.tokenizer,
             chat_template,
@@ -144,7 +145,7 @@ class VLLMCalls(ChatCalls):
         names = ("prompt", "sampling_params") if ours else ("request_id", "prompt", "params")
         given = dict(zip(names, args, strict=False)) | named
         others = {name: given.pop(name) for name in list(given) if name not in names}
-        refuse_absent("LLM.add_request()", others, GENERATE, ("prompt", "sampling_params", "request_id"))
+        refuse_unknown("LLM.add_request", others, ("prompt", "sampling_params", "request_id"))
         if len(args) > len(names) or "prompt" not in given:
             raise TypeError("add_request() takes (prompt, sampling_params) or (request_id, prompt, params)")
         own, params = given.get("request_id"), given.get("sampling_params", given.get("params"))
