@@ -89,7 +89,7 @@ def processor(owner: LLM | Requests) -> Processor:
 
 def grammars(llm: LLM) -> Any:
     """The compiler of constraints."""
-    return processor(llm)._grammars
+    return processor(llm).extras.grammars
 
 
 def stop_searches(owner: LLM | Requests) -> dict[int, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -26,11 +27,13 @@ from nanovllm.batch import (
     TokenMasks,
 )
 from nanovllm.config import Config
-from nanovllm.extras.token_rules import RuledRow, restrict_all
+from nanovllm.doors import EXTRAS, Table
 from nanovllm.plan.block_manager import BlockManager
 from nanovllm.plan.columns import SamplingTable, keep_logprobs, num_likeliest, take_prompt_tokens
 from nanovllm.plan.room import Room
 from nanovllm.plan.sequence import Sequence, SequenceStatus
+
+_EXTRAS: Table[Any] = Table(EXTRAS)
 
 
 class Scheduler:
@@ -122,13 +125,8 @@ class Scheduler:
         ]
         ruled = [(row, seq) for row, seq in rows if seq.rules]
         bits = buffer[: len(ruled)]
-        restrict_all(
-            [
-                RuledRow(index, seq.rules, seq.token_ids, seq.num_prompt_tokens)
-                for index, (_, seq) in enumerate(ruled)
-            ],
-            bits,
-        )
+        if ruled:
+            _EXTRAS["restrict"]([seq for _, seq in ruled], bits)
         return TokenMasks(
             np.array([row for row, _ in ruled], np.int64),
             bits,

@@ -6,12 +6,12 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import numpy as np
 
 from nanovllm.batch import NO_SLOT, TokenLogprobs
-from nanovllm.extras.token_rules import Rule
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 
 
 class SequenceStatus(Enum):
@@ -35,7 +35,7 @@ class Sequence:
     seed: int
     stop_ids: frozenset[int] = frozenset()
     whole_prompt: array[int] | None = None  # with a last token that is only scored; None: as `token_ids`
-    rules: list[Rule] = field(default_factory=list)  # on the next token
+    rules: list[Any] = field(default_factory=list)  # on the next token, of `extras/token_rules.py`
     next_wanted: int | None = None  # the next prompt position whose hidden state is needed, if any
     pooling: str | None = None  # of these hidden states, as in `Request`; None: they score tokens
     num_prompt_tokens: int = field(init=False)
