@@ -52,7 +52,9 @@ def test_code_is_what_is_no_comment() -> None:
     assert star_calls(ast.parse("f(*a, **b); f(*g()); f(**{}); f(x)")) == (1, 1)
 
 
-@pytest.mark.parametrize("name", ["FAMILIES", "CHECKPOINTS", "QUANTIZATIONS", "ON_THE_FLY", "BACKENDS"])
+@pytest.mark.parametrize(
+    "name", ["FAMILIES", "CHECKPOINTS", "QUANTIZATIONS", "ON_THE_FLY", "BACKENDS", "CPU"]
+)
 def test_each_place_in_a_table_of_doors_exists(name: str) -> None:
     table: Table[Any] = Table(getattr(doors, name))
     assert len(table) == len({**table}) > 1

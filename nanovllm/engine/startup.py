@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanovllm.attention.base import cache_dtype
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
-from nanovllm.cpu import isa
-from nanovllm.device import CPU_KV_CACHE_BYTES, Device
+from nanovllm.device import CPU_KV_CACHE_BYTES, Device, cpu_door
 from nanovllm.extras.embedding import EmbeddingDefaults, embedding_defaults
 from nanovllm.models.checkpoint import GENERATION_FILE
 from nanovllm.models.config import ModelConfig
@@ -59,7 +58,7 @@ def open_model(config: Config) -> OpenedModel:
     device = Device(config.device)
     device.ranks(config.tensor_parallel_size, config.data_parallel_size)  # before a model is downloaded
     if not device.is_cuda:
-        isa.say_what_is_missing()
+        cpu_door("say_what_is_missing")()
     elif config.num_threads is not None:
         logger.warning("num_threads=%d does nothing on a GPU", config.num_threads)
     if not device.is_cuda and config.max_num_batched_tokens > _CPU_STEP:

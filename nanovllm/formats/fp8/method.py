@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.cpu.packed import PackedLinearMethod
 from nanovllm.formats.fp8.experts import Fp8ExpertsMethod
 from nanovllm.formats.fp8.kernels.gemv import fp8_gemv, use_fp8_gemv
 from nanovllm.formats.fp8.kernels.matmul import Fp8Weight, fp8_linear, use_scaled_mm
@@ -39,7 +38,7 @@ from nanovllm.quantization.base import (
     WeightOptions,
     WeightShard,
 )
-from nanovllm.quantization.unquantized import QuantConfig, UnquantizedLinearMethod, dense_method
+from nanovllm.quantization.unquantized import QuantConfig, dense_method
 
 _LEAST_CAPABILITY = (8, 9)  # of GPUs that multiply FP8 values
 _MULTIPLE = 16  # of the inputs of a product in FP8
@@ -53,7 +52,7 @@ class Fp8LinearMethod(Fp8Method, LinearMethod):
     """
 
     # The dequantised weight, if there are no products in FP8.
-    dense: UnquantizedLinearMethod | PackedLinearMethod | None
+    dense: LinearMethod | None
     weight: Fp8Weight
     options: WeightOptions
 
