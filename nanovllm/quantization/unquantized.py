@@ -16,13 +16,12 @@ from nanovllm.device import cpu_door
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear
-from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.quantization.base import (
-    ExpertsMethod,
     Gated,
     Kind,
     LinearMethod,
     Normed,
+    WeightMethod,
     WeightOptions,
     WeightShard,
     WeightSource,
@@ -135,11 +134,12 @@ class QuantConfig:
         """
         return UnquantizedLinearMethod()
 
-    def experts(self, path: str) -> ExpertsMethod:
+    def experts(self, path: str) -> WeightMethod | None:
         """Return a new method for the weights of all experts of the checkpoint's module `path`, such as
-        model.layers.0.mlp.experts, whose tensors are experts.0.gate_proj.weight and so on.
+        model.layers.0.mlp.experts, whose tensors are experts.0.gate_proj.weight and so on; None: that for
+        weights in the model's dtype.
         """
-        return UnquantizedExpertsMethod()
+        return None
 
     def on(self, capability: tuple[int, int]) -> QuantConfig:
         """The same for devices of this CUDA compute capability, (0, 0) for a CPU: it may store weights in

@@ -109,7 +109,9 @@ class ModelRunner:
         copies = max_seqs * min(max_seqs, self.block_size)  # a row's come from a block of each earlier row
         self.size = StepSize(max_tokens, max_seqs, self.max_blocks, unit, copies)  # of the largest step
         self.staging = Staging(device, self.size)
-        self.routed = self.model.record_experts(max_tokens) if config.return_routed_experts else None
+        self.routed: torch.Tensor | None = None
+        if config.return_routed_experts and model_config.moe is not None:
+            self.routed = model_config.moe.record([*self.model.model.layers], max_tokens, device.torch)
         self.ending = Ending(self.model, tp, device, max_seqs, config.logprobs_mode)
         self._set_kv_cache(0)
 

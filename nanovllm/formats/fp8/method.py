@@ -29,15 +29,9 @@ from nanovllm.formats.fp8.loading import (
 )
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import HAS_TRITON
-from nanovllm.quantization.base import (
-    ExpertsMethod,
-    Gated,
-    Kind,
-    LinearMethod,
-    Normed,
-    WeightOptions,
-    WeightShard,
-)
+from nanovllm.moe.experts import UnquantizedExpertsMethod
+from nanovllm.moe.method import ExpertsMethod
+from nanovllm.quantization.base import Gated, Kind, LinearMethod, Normed, WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import QuantConfig, dense_method
 
 _LEAST_CAPABILITY = (8, 9)  # of GPUs that multiply FP8 values
@@ -201,7 +195,7 @@ class Fp8Config(QuantConfig):
 
     def experts(self, path: str) -> ExpertsMethod:
         if self._ignores((*self.names.of(path), *self.names.of_experts(path))):
-            return super().experts(path)
+            return UnquantizedExpertsMethod()
         return Fp8ExpertsMethod(self.stored, self.products, self.input_scales)
 
     def on(self, capability: tuple[int, int]) -> Fp8Config:
