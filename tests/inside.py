@@ -312,10 +312,10 @@ def replace_onednn(
     make: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor] | None],
 ) -> None:
     """Replace oneDNN's product by `make` of it; None is a torch without it."""
-    from nanovllm.quantization import unquantized
+    from nanovllm.cpu import dense
 
-    assert unquantized._onednn_linear is not None, "this torch has oneDNN"
-    patch.setattr(unquantized, "_onednn_linear", make(unquantized._onednn_linear))
+    assert dense._onednn_linear is not None, "this torch has oneDNN"
+    patch.setattr(dense, "_onednn_linear", make(dense._onednn_linear))
 
 
 def look_for_flash_attn_again(patch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,6 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.stream import AnyStream, RMSNorm, Step, begin
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
-from nanovllm.moe.layers import MoE
 from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import QuantConfig
@@ -213,20 +212,6 @@ class DecoderForCausalLM(nn.Module):
         tied_to = self.model.embed_tokens if config.ties_head else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
-
-    def record_experts(self, max_tokens: int) -> torch.Tensor:
-        """Let each step write the experts of its tokens to the first rows of the result, [max_tokens, layers,
-        top_k] int16; a layer without experts writes nothing."""
-        spec, layers = self.config.moe, self.model.layers
-        assert spec is not None, "the engine checks it"
-        device = self.model.norm.weight.device
-        shape = max_tokens, len(layers), spec.top_k
-        record = torch.zeros(shape, dtype=torch.int16, device=device)
-        for index, layer in enumerate(layers):
-            for block in layer.children():
-                if isinstance(block, MoE):
-                    block.record = record[:, index]
-        return record
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
