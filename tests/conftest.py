@@ -61,7 +61,9 @@ def _warnings_are_heard() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in left_to_full(items, whole=not any("::" in each for each in config.args)):
+    # With --lf only tests that failed are collected.
+    whole = not any("::" in each for each in config.args) and not config.getoption("lf", default=False)
+    for item in left_to_full(items, whole):
         item.add_marker("full")
     for item in items:
         if item.get_closest_marker("full") and "full" not in config.option.markexpr:

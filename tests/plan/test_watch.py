@@ -24,9 +24,11 @@ from nanovllm.workers.watch import Failure, Watch
 CONTEXT = multiprocessing.get_context("spawn")
 
 
-def answer(pipe: Connection, rank: int) -> None:
+def answer(all_sent: Barrier, pipe: Connection, rank: int) -> None:
+    """No worker ends while another still sends: its end would end the wait for both."""
     for value in range(1000):
         pipe.send((rank, value))
+    all_sent.wait(60)
 
 
 def sleep_on(pipe: Connection, rank: int) -> None:
@@ -76,7 +78,8 @@ def start() -> Iterator[Callable[[Callable[[Connection, int], None], int], Watch
 
 
 def test_answers_come_in_order_from_each_worker_and_an_end_after_them_loses_none(start: Callable) -> None:
-    watch = start(answer)
+    all_sent = CONTEXT.Barrier(2)  # lives as long as this name
+    watch = start(partial(answer, all_sent))
     for value in range(1000):
         assert [watch.wait_for_reply(index) for index in range(2)] == [(1, value), (2, value)]
     with pytest.raises(WorkerError, match=r"rank [12] ended by itself with exit code 0"):
