@@ -14,7 +14,7 @@ import signal
 
 import pytest
 from full_cells import left_to_full
-from triton_interpreter import patch_once
+from triton_interpreter import speed_up
 
 HAS_GPU = shutil.which("nvidia-smi") is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 if not HAS_GPU:
@@ -41,8 +41,8 @@ def _imports_are_no_garbage() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _the_interpreter_patches_once() -> None:
-    patch_once()
+def _triton_is_interpreted_quickly() -> None:
+    speed_up()
 
 
 def pytest_sessionfinish() -> None:

@@ -1,7 +1,7 @@
 """Processes that multiprocessing spawns are forked from a server that has imported torch and the package.
 
-Each import of torch takes a second or more, and a test of ranks starts several processes. What a process sees is
-that of a spawned one: its parent, its open files, its signals, its arguments and its end. A process whose
+Each import of torch takes a second or more, and a test of ranks starts several processes. What a process sees
+is that of a spawned one: its parent, its open files, its signals, its arguments and its end. A process whose
 environment or limits differ from the server's is spawned, because imports may depend on them.
 
 `python -c "import forked_spawn; forked_spawn.serve(N)"` is the server; file N is its socket.
