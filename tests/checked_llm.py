@@ -48,7 +48,6 @@ class CheckedLLM(inside.AroundSteps, LLM):
             super().__init__(str(model), **options)
         assert inside.runner(self).kv_cache.isnan().all() or inside.runner(self).graphs
         self.batches: list[Batch] = []  # of the steps that finished
-        inside.on_finish(self, self.batches.append)
         self.sequences: list[Sequence] = []
 
     def around_step(self, step: Callable[[], Stepped]) -> Stepped:
@@ -57,6 +56,9 @@ class CheckedLLM(inside.AroundSteps, LLM):
         check_scheduler(inside.scheduler(self))
         self.sequences += [seq for seq in unfinished if seq.status is SequenceStatus.FINISHED]
         return stepped
+
+    def finished(self, step: Any) -> None:
+        self.batches.append(step.batch)
 
     @property
     def num_free_blocks(self) -> int:

@@ -89,7 +89,7 @@ def processor(owner: LLM | Requests) -> Processor:
 
 def grammars(llm: LLM) -> Any:
     """The compiler of constraints."""
-    return processor(llm)._grammars
+    return processor(llm).extras.grammars
 
 
 def stop_searches(owner: LLM | Requests) -> dict[int, Any]:
@@ -105,27 +105,16 @@ def swap_visits(llm: LLM, visits: Any) -> Any:
 
 
 class AroundSteps:
-    """A base class before `LLM`: `around_step` gets each step of the executor as a function."""
+    """A base class before `LLM`: `around_step` gets each step as a function, `finished` its end."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         core, this = self._executor, ref(self)  # type: ignore[attr-defined]
         core.step = lambda step=core.step: this().around_step(step)
+        core._finished = lambda step, *rest, end=core._finished: this().finished(step) or end(step, *rest)
 
     def around_step(self, step: Callable[[], Any]) -> Any:
         return step()
-
-
-def on_finish(llm: LLM, function: Callable[[Any], None]) -> None:
-    """Call `function` with the batch of each step that finished. Nothing refers to the engine afterwards."""
-    core: Any = llm._executor
-    finish, owner = type(core)._finished, ref(core)
-
-    def finished(step: Any, *args: Any) -> Any:
-        function(step.batch)
-        return finish(owner(), step, *args)
-
-    core._finished = finished
 
 
 # -- expressions for scripts that tests run in other processes ----------------------------------------------
@@ -192,8 +181,8 @@ def waiting_hashes(router: Router) -> dict[int, Any]:
 
 def scheduler_state(scheduler: Scheduler) -> Any:
     """The free slots, the unfinished sequences by id, and the block tables of each slot."""
-    tables = {"block_tables": scheduler._block_tables, "window_tables": scheduler._window_tables}
-    return SimpleNamespace(free_slots=scheduler._free_slots, unfinished=dict(scheduler._unfinished), **tables)
+    tables, unfinished = scheduler._tables, dict(scheduler._unfinished)
+    return SimpleNamespace(free_slots=scheduler._free_slots, unfinished=unfinished, tables=tables)
 
 
 def block_state(manager: BlockManager) -> Any:
@@ -201,7 +190,7 @@ def block_state(manager: BlockManager) -> Any:
     the step being planned."""
     pool, tree = manager.pool, manager._tree
     free = {"free": pool.free_slabs, "free_parts": pool.free_parts, "free_partial": pool._free_partial}
-    refs = {"ref_counts": pool.ref_counts, "content": pool.content, "windowed": manager._windowed}
+    refs = {"ref_counts": pool.ref_counts, "content": pool.content, "twins": manager._twins}
     found = {"by_key": tree._by_key, "children": tree._children, "pinned": manager._pinned}
     return SimpleNamespace(**free, **refs, **found, tree=tree)
 
@@ -324,10 +313,10 @@ def replace_onednn(
     make: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor] | None],
 ) -> None:
     """Replace oneDNN's product by `make` of it; None is a torch without it."""
-    from nanovllm.quantization import unquantized
+    from nanovllm.cpu import dense
 
-    assert unquantized._onednn_linear is not None, "this torch has oneDNN"
-    patch.setattr(unquantized, "_onednn_linear", make(unquantized._onednn_linear))
+    assert dense._onednn_linear is not None, "this torch has oneDNN"
+    patch.setattr(dense, "_onednn_linear", make(dense._onednn_linear))
 
 
 def look_for_flash_attn_again(patch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
 from nanovllm.engine.stats import StepStats, pairs_of
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.outputs import RequestOutput
-from nanovllm.plan.room import Room, Windows
+from nanovllm.plan.room import Room
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.inputs import StepHandle
 from nanovllm.runner.model_runner import ModelRunner
@@ -53,15 +53,13 @@ class Core:
         setup = RankSetup(*place, own, model.model_config, model.path, usable, self.runner_class)
         self.ranks = start_ranks(setup, on_progress)
         self.runner = runner = self.ranks.runner
-        layout = runner.layout
-        windows = None if layout.reach is None else Windows(layout.reach, layout.parts)
         self.room = Room(
             self.ranks.num_blocks,
             runner.block_size,
             runner.max_model_len,
             model.model_config.longest,
             cache_options(config, device),
-            windows,
+            runner.layout.groups,
             config.max_num_batched_tokens,
         )
         self.scheduler = Scheduler(config, self.room)

@@ -20,7 +20,6 @@ from nanovllm.kernels.copy_cells import copy_cells
 from nanovllm.kernels.kinds import unknown
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.rotary import Rotation, q_norm_rope_reference, qk_norm_rope_store
-from nanovllm.layers.heads_norm import HeadsNorm
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -28,10 +27,9 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from nanovllm.layers.stream import AnyStream, Group, RMSNorm, Step
+from nanovllm.layers.stream import AnyStream, Group, HeadsNorm, RMSNorm, Step
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
-from nanovllm.moe.layers import MoE
 from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import QuantConfig
 
@@ -74,9 +72,7 @@ class Attention(WeightLayer):
         self.rotary = build.rope(spec.rope, head_dim)
         self._turned = 0 if spec.rope is None else spec.rope.rotary_dim(head_dim) % head_dim
         self._interleaved = spec.rope is not None and spec.rope.interleaved
-        self.windowed = (
-            False  # whether its blocks are those of layers with a window; the cache's owner sets it
-        )
+        self.group = 0  # its `KVGroup`; the cache's owner sets it
         self.cache = KVCache(torch.empty(0), torch.empty(0))
         if spec.kv_from is None:
             heads = head_dim, spec.num_heads, spec.num_kv_heads
@@ -114,7 +110,7 @@ class Attention(WeightLayer):
         Stores keys and values in the step's slots, and copies cached ones, before any token attends.
         """
         spec, eps = self.spec, self.eps
-        meta = step.meta.of_windows() if self.windowed else step.meta
+        meta = step.meta.of_group(self.group)
         q_weight, k_weight = (
             x.weight if isinstance(x, RMSNorm) else None for x in (self.q_norm, self.k_norm)
         )
@@ -212,20 +208,6 @@ class DecoderForCausalLM(nn.Module):
         tied_to = self.model.embed_tokens if config.ties_head else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
-
-    def record_experts(self, max_tokens: int) -> torch.Tensor:
-        """Let each step write the experts of its tokens to the first rows of the result, [max_tokens, layers,
-        top_k] int16; a layer without experts writes nothing."""
-        spec, layers = self.config.moe, self.model.layers
-        assert spec is not None, "the engine checks it"
-        device = self.model.norm.weight.device
-        shape = max_tokens, len(layers), spec.top_k
-        record = torch.zeros(shape, dtype=torch.int16, device=device)
-        for index, layer in enumerate(layers):
-            for block in layer.children():
-                if isinstance(block, MoE):
-                    block.record = record[:, index]
-        return record
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

@@ -6,12 +6,11 @@ Splits the columns of a step, and runs the stream of its halves. `TPGroup` decid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionColumns, PrefillRanges, StepColumns
+from nanovllm.attention.base import AttentionColumns, CellCopies, GroupColumns, PrefillRanges, StepColumns
 from nanovllm.batch import Batch, StepKind, prefix_sum
 from nanovllm.layers.stream import AnyStream, Block, Norm, RMSNorm, Step, Stream, Term, added, value_of
 from nanovllm.parallel.peer_memory import PendingSum
@@ -45,7 +44,8 @@ def overlaps(batch: Batch, tp_size: int) -> bool:
 def halves(batch: Batch, columns: Half) -> tuple[Half, Half]:
     """Split a batch of two or more tokens in the middle; one sequence may be in both halves. columns: those
     of the whole step."""
-    slot_mapping, window_slots = columns.slot_mapping, columns.window_slots
+    own = GroupColumns(columns.slot_mapping, columns.block_tables, columns.copies)
+    groups = own, *columns.others
     ends = np.cumsum(batch.query_lens)
     cut = int(ends[-1]) // 2
     row = int(np.searchsorted(ends, cut))  # the row of the last token of the first half
@@ -57,32 +57,36 @@ def halves(batch: Batch, columns: Half) -> tuple[Half, Half]:
     contexts[-1] -= left
     if left:
         second[0] = left
-    left_half = _half(first, contexts, slot_mapping[:cut], batch.block_tables[: row + 1])
-    right_half = _half(
-        second, batch.context_lens[next_row:], slot_mapping[cut:], batch.block_tables[next_row:]
-    )
-    if batch.copies is not None:  # in the half in which their row begins: it reads them there first
-        is_left = np.isin(batch.copies[:, 1], batch.block_tables[: row + 1])
-        left_half = replace(left_half, copies=cell_copies(batch.copies[is_left]))
-        right_half = replace(right_half, copies=cell_copies(batch.copies[~is_left]))
-    near = batch.window_tables
-    if near is None or window_slots is None:
-        return left_half, right_half
-    return (
-        replace(left_half, window_slots=window_slots[:cut], window_tables=near[: row + 1]),
-        replace(right_half, window_slots=window_slots[cut:], window_tables=near[next_row:]),
-    )
+    begun = [_begun(each, batch.tables[number][: row + 1]) for number, each in enumerate(groups)]
+    left_groups = [
+        GroupColumns(each.slot_mapping[:cut], each.block_tables[: row + 1], copies)
+        for each, (copies, _) in zip(groups, begun, strict=True)
+    ]
+    right_groups = [
+        GroupColumns(each.slot_mapping[cut:], each.block_tables[next_row:], copies)
+        for each, (_, copies) in zip(groups, begun, strict=True)
+    ]
+    return _half(first, contexts, left_groups), _half(second, batch.context_lens[next_row:], right_groups)
 
 
-def _half(
-    query_lens: np.ndarray, context_lens: np.ndarray, slot_mapping: np.ndarray, block_tables: np.ndarray
-) -> Half:
+def _begun(
+    group: GroupColumns[np.ndarray], tables: np.ndarray
+) -> tuple[CellCopies[np.ndarray] | None, CellCopies[np.ndarray] | None]:
+    """The copies to blocks of these tables, and the others. A row needs them in the half in which it begins:
+    it reads them there first."""
+    if group.copies is None:
+        return None, None
+    is_left = np.isin(group.copies.cells[:, 1], tables)
+    return cell_copies(group.copies.cells[is_left]), cell_copies(group.copies.cells[~is_left])
+
+
+def _half(query_lens: np.ndarray, context_lens: np.ndarray, groups: list[GroupColumns[np.ndarray]]) -> Half:
     return AttentionColumns(
-        slot_mapping=slot_mapping,
+        **vars(groups[0]),
         context_lens=context_lens,
-        block_tables=block_tables,
         max_seqlen_k=int(context_lens.max()),
         prefill=PrefillRanges(prefix_sum(query_lens), prefix_sum(context_lens), int(query_lens.max())),
+        others=tuple(groups[1:]),
     )
 
 

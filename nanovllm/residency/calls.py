@@ -13,6 +13,7 @@ from time import time_ns
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.llm_engine import LLMEngine, asleep_error
+from nanovllm.inputs import calls_of_llm
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.residency.core import ResidentCore, ResidentExecutor
 from nanovllm.residency.runner import TAGS, WEIGHTS
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@calls_of_llm
 class ResidencyCalls(LLMEngine):
     """An engine that can sleep, take new weights and be profiled."""
 

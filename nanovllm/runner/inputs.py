@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import prod
 from typing import Annotated, Generic, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 from nanovllm.attention.base import (
     AttentionColumns,
     CellCopies,
+    GroupColumns,
     PrefillRanges,
     SharedPrefixes,
     StepColumns,
@@ -62,28 +64,33 @@ def prepare_prefill(batch: Batch, block_size: int, split: Split | None = None) -
     cu_seqlens_q = prefix_sum(query_lens)
     rows = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)  # [T] the row of each token
     positions = np.arange(len(rows), dtype=np.int32) + (context_lens - query_lens - cu_seqlens_q[:-1])[rows]
-    slots = _slot_mapping(batch.block_tables, rows, positions, block_size)
-    near = batch.window_tables
-    window_slots = None if near is None else _slot_mapping(near, rows, positions, block_size)
+    first, *others = _groups(batch, rows, positions, block_size)
     attention = StepColumns(
-        slot_mapping=slots,
+        **vars(first),
         context_lens=context_lens,
-        block_tables=batch.block_tables,
         max_seqlen_k=int(context_lens.max()),
         prefill=PrefillRanges(cu_seqlens_q, prefix_sum(context_lens), int(query_lens.max())),
-        copies=cell_copies(batch.copies),
         wanted_rows=wanted_rows(batch),
-        window_slots=window_slots,
-        window_tables=near,
+        others=tuple(others),
     )
     if split is not None and (halves := split(batch, attention)) is not None:
         attention = replace(attention, halves=halves)
     return _inputs(batch, rows, positions, attention)
 
 
-def cell_copies(cells: np.ndarray | None) -> CellCopies[np.ndarray] | None:
+def _groups(
+    batch: Batch, rows: np.ndarray, positions: np.ndarray, block_size: int
+) -> list[GroupColumns[np.ndarray]]:
+    """The columns of each `KVGroup`. rows, positions [T]: each token's row, and its place in its sequence."""
+    return [
+        GroupColumns(_slot_mapping(table, rows, positions, block_size), table, copies)
+        for table, copies in zip_longest(batch.tables, map(cell_copies, batch.copies))
+    ]
+
+
+def cell_copies(cells: np.ndarray) -> CellCopies[np.ndarray] | None:
     """cells [C, 4] as in `Batch`; None if there are none."""
-    return None if cells is None or not len(cells) else CellCopies(cells, int(cells[:, 3].max()))
+    return CellCopies(cells, int(cells[:, 3].max())) if len(cells) else None
 
 
 def prepare_decode(
@@ -94,15 +101,13 @@ def prepare_decode(
 ) -> StepInputs[np.ndarray]:
     """The inputs of a decode step. max_seqlen_k: an upper bound of context lengths; None: the longest."""
     rows, positions = np.arange(len(batch.slots)), batch.context_lens - np.int32(1)
-    near = batch.window_tables
+    first, *others = _groups(batch, rows, positions, block_size)
     attention = StepColumns(
-        slot_mapping=_slot_mapping(batch.block_tables, rows, positions, block_size),
+        **vars(first),
         context_lens=batch.context_lens,
-        block_tables=batch.block_tables,
         max_seqlen_k=int(batch.context_lens.max()) if max_seqlen_k is None else max_seqlen_k,
         shared=shared,
-        window_slots=None if near is None else _slot_mapping(near, rows, positions, block_size),
-        window_tables=near,
+        others=tuple(others),
     )
     return _inputs(batch, rows, positions, attention)
 
@@ -200,9 +205,11 @@ class Staging:
     buffer is written again only after the device has finished its last use.
     """
 
-    def __init__(self, device: Device, size: StepSize) -> None:
-        """size: of the largest step. The buffer has room for it with all optional parts."""
-        words = sum(_end_of(column, 0, column.shape(size)) for column in all_columns(StepInputs)) // 4
+    def __init__(self, device: Device, size: StepSize, groups: int = 1) -> None:
+        """size: of the largest step. The buffer has room for it with all optional parts, for each of so many
+        groups of layers."""
+        columns = all_columns(StepInputs)
+        words = groups * sum(_end_of(column, 0, column.shape(size)) for column in columns) // 4
         self._device = device
         self._buffer = torch.zeros(words, dtype=torch.int32, device=device.torch)
         self._columns = {dtype: self._buffer.view(other) for dtype, other in _TORCH_DTYPES.items()}

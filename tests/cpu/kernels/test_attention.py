@@ -34,8 +34,7 @@ from nanovllm.engine.startup import open_model
 from nanovllm.families.llama import LLAMA
 from nanovllm.kernels import attention_reference
 from nanovllm.kernels.paged import KVCache
-from nanovllm.layers.heads_norm import HeadsNorm
-from nanovllm.layers.stream import Step
+from nanovllm.layers.stream import HeadsNorm, Step
 from nanovllm.layers.weights import allocate
 from nanovllm.models import decoder
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily

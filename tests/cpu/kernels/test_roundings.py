@@ -25,7 +25,7 @@ from nanovllm.kernels.rotary import (
     qk_norm_rope_store_reference,
     qk_norm_rope_store_triton,
 )
-from nanovllm.layers.heads_norm import HeadsNorm
+from nanovllm.layers.stream import HeadsNorm
 from nanovllm.layers.weights import allocate
 from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions
