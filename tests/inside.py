@@ -122,7 +122,7 @@ class AroundSteps:
 
 def worker_pids(llm: str = "llm") -> str:
     """The process ids of the other ranks."""
-    return f"[process.pid for process in {llm}._executor.ranks.watch.processes]"
+    return f"[p.pid for p in getattr(getattr({llm}._executor.ranks, 'watch', None), 'processes', ())]"
 
 
 KV_CACHE_BYTES = "llm._executor.runner.kv_cache.nbytes"

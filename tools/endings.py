@@ -18,8 +18,8 @@ rng = __import__("random").Random(0)
 prompts = [[rng.randrange(2, 90) for _ in range({prompt_len})] for _ in range(16)]
 params = SamplingParams(temperature=0.6, max_tokens={max_tokens}, ignore_eos=True)
 llm = LLM({model!r}, skip_tokenizer_init=True, device={device!r}, tensor_parallel_size={size}, **{options!r})
-owner = getattr(llm._executor, "pool", None) or llm._executor.ranks.watch
-print(*(process.pid for process in owner.processes), flush=True)
+owner = getattr(llm._executor, "pool", None) or getattr(llm._executor.ranks, "watch", None)
+print(*(process.pid for process in getattr(owner, "processes", ())), flush=True)
 """
 TWICE = "llm.generate(prompts, params, use_tqdm=False); llm.generate(prompts, params, use_tqdm=False)"
 STEPS = "[llm.add_request(p, params) for p in prompts]; [llm.step() for _ in range(5)]"

@@ -261,8 +261,8 @@ def test_the_limit_is_an_option(model: Path) -> None:
     for wrong, error in ((0, ValueError), ("600", TypeError)):
         with pytest.raises(error, match="distributed_timeout_seconds must be"):
             LLM(model, distributed_timeout_seconds=wrong, **TINY)
-    with make_tiny(model, tensor_parallel_size=2, distributed_timeout_seconds=7) as llm:
-        assert inside.workers(llm).watch.limit == 7
+    with make_tiny(model, tensor_parallel_size=2, distributed_timeout_seconds=77) as llm:
+        assert inside.workers(llm).watch.limit == 77
         assert llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
