@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -260,6 +260,7 @@ def steps_of(setting: Setting, device: str, folder: Path) -> list[str]:
     prompts = [[2 + 11 * i + j for j in range(length)] for i, length in enumerate(PROMPT_LENS)]
 
     def record(method: Callable[..., Any], title: Callable[..., str]) -> Callable[..., Any]:
+        @wraps(method)
         def run(*args: Any) -> Any:
             with recorder.step(title(*args)):
                 return method(*args)

@@ -77,7 +77,7 @@ def full_while_it_starts(llm: LLM, folder: Path) -> object:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "PAUSE_SECONDS", (0.0, 0.0))
-        patch.setattr(ModelRunner, "warmup_model", Mock(side_effect=error))
+        patch.setattr(ModelRunner, "warmup_model", Mock(side_effect=error, __name__="warmup_model"))
         return LLM(DEMO, **SMALL)
 
 

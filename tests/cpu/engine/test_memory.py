@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import wraps
 from pathlib import Path
 
 import inside
@@ -103,11 +104,13 @@ def test_memory_that_is_taken_during_the_start_is_measured_again(
     measure, allocate = ModelRunner.measure_kv_cache, ModelRunner.allocate_kv_cache
     measured: list[int] = []
 
+    @wraps(measure)
     def measured_less(self: ModelRunner, reserve: int) -> KVCacheSpace:
         space = measure(self, reserve)
         measured.append(space.per_block * (64 >> len(measured)))
         return KVCacheSpace("cuda:0", space.free, space.total, measured[-1], 0, space.per_block)
 
+    @wraps(allocate)
     def taken(self: ModelRunner, num_blocks: int) -> int:
         if num_blocks == 64 >> (len(measured) - 1) and len(measured) <= failures:
             raise KVCacheMemoryError("taken")
@@ -131,6 +134,7 @@ def test_a_start_on_a_full_device_is_tried_again(
     """A graph that cannot be captured has the error of the allocation only as its context."""
     calls = []
 
+    @wraps(ModelRunner.capture_cudagraph)
     def full(*args: object) -> None:
         calls.append(args)
         if len(calls) <= times:
