@@ -25,6 +25,7 @@ NO_LOGPROBS = -1  # as a number of likeliest tokens: no logprobs, not even the t
 # `Annotated[A, Column(...)]`, another such value, a tuple of them, or plain data. The class has no slots,
 # because calling an alias such as `Filters` sets an attribute.
 A = TypeVar("A")
+B = TypeVar("B")
 Columns = TypeVar("Columns")
 
 
@@ -250,37 +251,54 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenLogprobs:
+class LogprobColumns(Generic[A]):
     """The logprobs of N tokens, each with the k likeliest tokens at its position, likeliest first; in a step,
     with those of `Extras.asked_ids` after them."""
 
-    values: np.ndarray  # [N, 1 + k] float32, the token's own first
-    token_ids: np.ndarray  # [N, 1 + k] int64
-    ranks: np.ndarray  # [N] int64, of the token itself, 1 for the likeliest
+    values: A  # [N, 1 + k] float32, the token's own first
+    token_ids: A  # [N, 1 + k] int64
+    ranks: A  # [N] int64, of the token itself, 1 for the likeliest
     are_likeliest: bool = field(default=True, kw_only=True)  # False: k tokens that were asked for
 
-    def take(self, rows: np.ndarray, k: int) -> TokenLogprobs:
-        """A copy of the logprobs of some of the tokens, with at most k likeliest tokens."""
-        return TokenLogprobs(self.values[rows, : 1 + k], self.token_ids[rows, : 1 + k], self.ranks[rows])
+    @property
+    def columns(self) -> tuple[A, A, A]:
+        return self.values, self.token_ids, self.ranks
 
-    def take_asked(self, rows: np.ndarray, asked: np.ndarray, k: int) -> TokenLogprobs:
+    def take(self: TokenLogprobs, rows: np.ndarray, k: int) -> TokenLogprobs:
+        """A copy of the logprobs of some of the tokens, with at most k likeliest tokens."""
+        return LogprobColumns(self.values[rows, : 1 + k], self.token_ids[rows, : 1 + k], self.ranks[rows])
+
+    def take_asked(self: TokenLogprobs, rows: np.ndarray, asked: np.ndarray, k: int) -> TokenLogprobs:
         """A copy of those of some of the tokens, with the first k tokens of `Extras.asked_ids`."""
         first = self.values.shape[1] - asked.shape[1]
         places = np.array([0, *range(first, first + k)])
         own = np.ix_(rows, places)
-        return TokenLogprobs(self.values[own], self.token_ids[own], self.ranks[rows], are_likeliest=False)
+        return LogprobColumns(self.values[own], self.token_ids[own], self.ranks[rows], are_likeliest=False)
+
+
+TokenLogprobs = LogprobColumns[np.ndarray]  # on the host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepOutput:
+class StepOutput(Generic[A]):
     """The tokens that a step of S sequences drew, and its other requested outputs."""
 
     # [S, maximum draws of a row] int64; may be NOT_FINITE or NOT_DRAWN. Undefined from column `draws` on.
-    token_ids: np.ndarray
-    logprobs: TokenLogprobs | None = None  # of the S drawn tokens
-    scores: TokenLogprobs | None = None  # of `Extras.scored`
-    pooled: np.ndarray | None = None  # [S, hidden_size] float32, the sums of `Extras.pooled`
-    routed: np.ndarray | None = None  # [T, layers, top_k] int16, the experts of the step's tokens
+    token_ids: A
+    logprobs: LogprobColumns[A] | None = None  # of the S drawn tokens
+    scores: LogprobColumns[A] | None = None  # of `Extras.scored`
+    pooled: A | None = None  # [S, hidden_size] float32, the sums of `Extras.pooled`
+    routed: A | None = None  # [T, layers, top_k] int16, the experts of the step's tokens
+
+    def map(self, convert: Callable[[A], B]) -> StepOutput[B]:
+        """The same with `convert` applied to each column."""
+        logprobs, scores = (
+            None if each is None else LogprobColumns(*map(convert, each.columns))
+            for each in (self.logprobs, self.scores)
+        )
+        token_ids = convert(self.token_ids)
+        pooled, routed = (None if each is None else convert(each) for each in (self.pooled, self.routed))
+        return StepOutput(token_ids, logprobs, scores, pooled, routed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -111,7 +111,7 @@ class FakeDevice:
             oldest = self.queue.popleft()
             oldest.output = self._run(oldest.batch)
 
-    def _run(self, batch: Batch) -> StepOutput:
+    def _run(self, batch: Batch) -> StepOutput[np.ndarray]:
         starts = np.cumsum(batch.query_lens) - batch.query_lens
         inputs = []
         for row, (start, length) in enumerate(zip(starts, batch.query_lens, strict=True)):
@@ -218,9 +218,9 @@ class FakeDevice:
 class Handle:
     device: FakeDevice
     batch: Batch
-    output: StepOutput | None = None
+    output: StepOutput[np.ndarray] | None = None
 
-    def result(self) -> StepOutput:
+    def result(self) -> StepOutput[np.ndarray]:
         self.device.run_until(self)
         assert self.output is not None
         return self.output
@@ -253,7 +253,7 @@ class Loop:
         self.steps += 1
         assert self.steps < 20_000, "the engine does not end"
 
-    def take(self, batch: Batch, output: StepOutput) -> None:
+    def take(self, batch: Batch, output: StepOutput[np.ndarray]) -> None:
         """Take in the tokens of a step; check the events against the sequences."""
         unfinished = inside.scheduler_state(self.scheduler).unfinished
         events = self.scheduler.postprocess(batch, output)

@@ -13,8 +13,9 @@ import torch
 from tensors import F32, randn
 from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor
 
+from nanovllm.batch import LogprobColumns
 from nanovllm.extras.kernels import logprobs
-from nanovllm.extras.kernels.logprobs import TokenLogprobTensors, token_logprobs
+from nanovllm.extras.kernels.logprobs import token_logprobs
 from nanovllm.kernels.logits import (
     IN_PROMPT,
     MAX_COUNT,
@@ -211,7 +212,7 @@ def check_counts(vocab: int, device: str) -> None:
 # ---- logprobs ----
 
 
-def run_both(check: Callable[[], TokenLogprobTensors]) -> list[TokenLogprobTensors]:
+def run_both(check: Callable[[], LogprobColumns[torch.Tensor]]) -> list[LogprobColumns[torch.Tensor]]:
     """The results of Triton and of the reference."""
     results = []
     for by_triton in (True, False):
@@ -261,7 +262,7 @@ def check_logprobs_rows_are_independent(rows: int, vocab: int, device: str) -> N
     one = slice(rows // 2, rows // 2 + 1)
     for place, by_triton in enumerate((True, False)):
         whole, shuffled, alone, beside = (
-            run_both(lambda x=x, ids=ids: token_logprobs(x, ids, 5))[place]
+            run_both(lambda x=x, ids=ids: token_logprobs(x, ids, 5))[place].columns
             for x, ids in (
                 (logits, chosen),
                 (logits[order], chosen[order]),
@@ -276,7 +277,7 @@ def check_logprobs_rows_are_independent(rows: int, vocab: int, device: str) -> N
         # Sums of torch follow the number of rows on a GPU, where only Triton computes.
         for size in (1, 3, 20) if by_triton or device == "cpu" else ():
             parts = [
-                run_both(lambda x=x, ids=ids: token_logprobs(x, ids, 5))[place]
+                run_both(lambda x=x, ids=ids: token_logprobs(x, ids, 5))[place].columns
                 for x, ids in zip(logits.split(size), chosen.split(size), strict=True)
             ]
             for column, pieces in zip(whole, zip(*parts, strict=True), strict=True):

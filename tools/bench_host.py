@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 import nanovllm
-from nanovllm.batch import Batch, StepKind
+from nanovllm.batch import Batch, StepKind, StepOutput
 from nanovllm.engine import startup
 from nanovllm.llm import LLM
-from nanovllm.runner.inputs import StepHandle, StepTensors, prepare_decode, prepare_prefill
+from nanovllm.runner.inputs import StepHandle, prepare_decode, prepare_prefill
 from tools.benchmark.workloads import SYNTHETIC, write_shape
 
 BLOCKS = 2**20  # tokens of the KV cache
@@ -84,7 +84,7 @@ def without_device(llm: LLM) -> None:
         else:
             inputs = prepare_prefill(batch, runner.block_size)
         runner.staging.send(inputs)()
-        return runner.staging.receive(StepTensors(torch.full((len(batch.slots), 1), 7)))
+        return runner.staging.receive(StepOutput(torch.full((len(batch.slots), 1), 7)))
 
     core.ranks.run = lambda method, batch: launch(batch)
 

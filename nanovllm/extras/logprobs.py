@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from nanovllm.batch import TokenLogprobs
+from nanovllm.batch import LogprobColumns, TokenLogprobs
 from nanovllm.outputs import Logprob
 from nanovllm.text.detokenizer import LONGEST_CUT
 
@@ -76,7 +76,7 @@ class LogprobDicts(Sequence[Any]):
 
 def join_rows(rows: Sequence[tuple[TokenLogprobs, int]], width: int) -> TokenLogprobs:
     """Join one row from each of several steps, `width` columns wide."""
-    return TokenLogprobs(
+    return LogprobColumns(
         np.array([columns.values[row, :width] for columns, row in rows], np.float32).reshape(-1, width),
         np.array([columns.token_ids[row, :width] for columns, row in rows], np.int64).reshape(-1, width),
         np.array([columns.ranks[row] for columns, row in rows], np.int64),
@@ -86,7 +86,7 @@ def join_rows(rows: Sequence[tuple[TokenLogprobs, int]], width: int) -> TokenLog
 
 def join_parts(parts: Sequence[TokenLogprobs], width: int) -> TokenLogprobs:
     """Join several parts in order, `width` columns wide."""
-    return TokenLogprobs(
+    return LogprobColumns(
         np.concatenate([np.empty((0, width), np.float32), *(part.values[:, :width] for part in parts)]),
         np.concatenate([np.empty((0, width), np.int64), *(part.token_ids[:, :width] for part in parts)]),
         np.concatenate([np.empty(0, np.int64), *(part.ranks for part in parts)]),

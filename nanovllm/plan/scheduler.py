@@ -103,7 +103,7 @@ class Scheduler:
             batch = self._schedule_prefill()
         return batch
 
-    def postprocess(self, batch: Batch, output: StepOutput) -> TokenEvents:
+    def postprocess(self, batch: Batch, output: StepOutput[np.ndarray]) -> TokenEvents:
         """Add the tokens of a step to their sequences; return the new tokens and the ended sequences."""
         events = TokenEvents([], [], {})
         if output.routed is not None:
@@ -144,7 +144,7 @@ class Scheduler:
             if (seq := self._unfinished.get(seq_id)) is not None:
                 seq.routed.append((start, part.copy()))
 
-    def _take_extras(self, batch: Batch, output: StepOutput, events: TokenEvents) -> None:
+    def _take_extras(self, batch: Batch, output: StepOutput[np.ndarray], events: TokenEvents) -> None:
         """Store the other outputs of a step, and end the sequences that need no token."""
         asks = batch.extras is not NO_EXTRAS or not batch.draws.all()
         found = enumerate(map(self._unfinished.get, batch.seq_ids))

@@ -17,15 +17,17 @@ from nanovllm.batch import (
     PADDING,
     Batch,
     Extras,
+    LogprobColumns,
     Penalties,
     ScoredTokens,
+    StepOutput,
     TokenMasks,
     WantedTokens,
     rows_of,
 )
 from nanovllm.device import Device
 from nanovllm.doors import EXTRAS, Table
-from nanovllm.extras.kernels.logprobs import TokenLogprobTensors, token_logprobs
+from nanovllm.extras.kernels.logprobs import token_logprobs
 from nanovllm.kernels.last_tokens import keep_tokens
 from nanovllm.kernels.logits import (
     MAX_COUNT,
@@ -38,7 +40,7 @@ from nanovllm.kernels.logits import (
 from nanovllm.kernels.sampling import filtered_logits, sample
 from nanovllm.layers.stream import Group
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.runner.inputs import StepInputs, StepTensors, last_rows, wanted_rows
+from nanovllm.runner.inputs import StepInputs, last_rows, wanted_rows
 
 _EXTRAS: Table[Any] = Table(EXTRAS)
 _CHUNK_BYTES = 2**28  # of float32 logits that are computed at once
@@ -67,7 +69,7 @@ class Ending:
         self._counts: torch.Tensor | None = None  # [slots, V] int16, once a sequence has penalties
         self.last_token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device.torch)  # by slot
 
-    def end(self, step: UndrawnStep, masks: TokenMasks | None) -> StepTensors:
+    def end(self, step: UndrawnStep, masks: TokenMasks | None) -> StepOutput[torch.Tensor]:
         """Draw a step's tokens, and compute its other requested outputs."""
         batch, hidden, inputs = step
         extras = batch.extras
@@ -89,7 +91,7 @@ class Ending:
             token_ids, logprobs = self._draw_with(last, inputs, batch, masks)
         else:
             token_ids = self.draw(last, inputs)
-        return StepTensors(token_ids[:, None], logprobs, scores, pooled)
+        return StepOutput(token_ids[:, None], logprobs, scores, pooled)
 
     def draw(self, hidden: torch.Tensor, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
         """Draw the tokens [n] for hidden [n, hidden_size] of the step's first n sequences, and store them by
@@ -107,7 +109,7 @@ class Ending:
         inputs: StepInputs[torch.Tensor],
         batch: Batch,
         masks: TokenMasks | None,
-    ) -> tuple[torch.Tensor, TokenLogprobTensors | None]:
+    ) -> tuple[torch.Tensor, LogprobColumns[torch.Tensor] | None]:
         """As `draw`, with the step's extras; return the tokens, and their logprobs if requested.
 
         A row without extras gets the same token as from `draw`.
@@ -118,7 +120,7 @@ class Ending:
         logits = self._model.compute_logits(hidden)
         mine, whole = self._tp.whole_rows(logits, self._vocab_size)
         token_ids: list[torch.Tensor] = []
-        logprobs: list[TokenLogprobTensors] = []
+        logprobs: list[LogprobColumns[torch.Tensor]] = []
         for start in range(0, len(whole), self._max_rows):
             raw = whole[start : start + self._max_rows]
             rows = slice(mine.start + start, mine.start + start + len(raw))
@@ -145,7 +147,7 @@ class Ending:
         num_asked = 0 if extras.asked_ids is None else extras.asked_ids.shape[1]
         return drawn, self._join(logprobs, mine, logits, self._width(extras.num_logprobs) + num_asked)
 
-    def _score(self, hidden: torch.Tensor, scored: ScoredTokens) -> TokenLogprobTensors:
+    def _score(self, hidden: torch.Tensor, scored: ScoredTokens) -> LogprobColumns[torch.Tensor]:
         """The logprobs of prompt tokens. hidden: [n, hidden_size], of the token before each of them.
 
         Computed in chunks, so that their logits take no more memory than those of drawn tokens.
@@ -158,7 +160,7 @@ class Ending:
             ids = targets[start : start + self._max_rows][mine]
             own = [self._logprobs(whole, ids, scored.num_logprobs)] if len(whole) else []
             parts.append(self._join(own, mine, logits, self._width(scored.num_logprobs)))
-        return TokenLogprobTensors(*map(torch.cat, zip(*parts, strict=True)))
+        return all_rows(parts)
 
     def _pool(self, hidden: torch.Tensor, wanted: WantedTokens, num_seqs: int) -> torch.Tensor:
         """The sums [num_seqs, hidden_size] float32 of hidden [n, hidden_size] over each sequence."""
@@ -228,7 +230,7 @@ class Ending:
 
     def _logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, k: int, asked: torch.Tensor | None = None
-    ) -> TokenLogprobTensors:
+    ) -> LogprobColumns[torch.Tensor]:
         """As `token_logprobs`; asked: [n, M] int64, tokens whose logprobs are columns after the others."""
         found = token_logprobs(logits, token_ids, k, self._mode.endswith("logprobs"))
         if asked is None:
@@ -236,19 +238,24 @@ class Ending:
         ids = asked.clamp(min=0)
         normalizers = logits.gather(1, found.token_ids[:, :1]).float() - found.values[:, :1]
         values = torch.cat([found.values, logits.gather(1, ids).float() - normalizers], dim=1)
-        return TokenLogprobTensors(values, torch.cat([found.token_ids, ids], dim=1), found.ranks)
+        return LogprobColumns(values, torch.cat([found.token_ids, ids], dim=1), found.ranks)
 
     def _join(
-        self, own: list[TokenLogprobTensors], mine: slice, logits: torch.Tensor, width: int
-    ) -> TokenLogprobTensors:
+        self, own: list[LogprobColumns[torch.Tensor]], mine: slice, logits: torch.Tensor, width: int
+    ) -> LogprobColumns[torch.Tensor]:
         """The logprobs of all rows, at least on rank 0, from those of each rank's rows; `width` columns."""
         if self._tp.size == 1:
-            return TokenLogprobTensors(*map(torch.cat, zip(*own, strict=True)))
-        nothing = TokenLogprobTensors.empty(width, logits.device)
-        columns = [torch.cat(parts) for parts in zip(nothing, *own, strict=True)]
+            return all_rows(own)
+        none = torch.empty(0, width, dtype=torch.float32, device=logits.device)
+        columns = all_rows([LogprobColumns(none, none.long(), none[:, 0].long()), *own]).columns
         flat = [(x if x.dim() == 2 else x[:, None]).float() for x in columns]
         joined = self._tp.join_columns(torch.cat(flat, dim=1), mine, logits)
         split = joined.split([x.shape[1] for x in flat], dim=1)
-        return TokenLogprobTensors(
+        return LogprobColumns(
             *(part.to(x.dtype).reshape(-1, *x.shape[1:]) for part, x in zip(split, columns, strict=True))
         )
+
+
+def all_rows(parts: list[LogprobColumns[torch.Tensor]]) -> LogprobColumns[torch.Tensor]:
+    """The rows of all parts."""
+    return LogprobColumns(*map(torch.cat, zip(*(part.columns for part in parts), strict=True)))

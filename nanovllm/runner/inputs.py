@@ -1,5 +1,4 @@
-"""StepInputs, all inputs of one step, as NumPy arrays on the host and as tensors on the device;
-StepTensors, its outputs.
+"""StepInputs, all inputs of one step, as NumPy arrays on the host and as tensors on the device.
 
 Computes positions, cache slots and prefix sums from a `Batch`. Staging copies inputs to the device, in one
 copy, and outputs to the host; it knows the declared dtype, shape and neutral value of each column, but not
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import prod
-from typing import Annotated, Generic, NamedTuple
+from typing import Annotated, Generic
 
 import numpy as np
 import torch
@@ -33,13 +32,11 @@ from nanovllm.batch import (
     SamplingColumns,
     StepOutput,
     StepSize,
-    TokenLogprobs,
     all_columns,
     map_columns,
     prefix_sum,
 )
 from nanovllm.device import Device
-from nanovllm.extras.kernels.logprobs import TokenLogprobTensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,45 +154,19 @@ _TORCH_DTYPES: dict[type[np.generic], torch.dtype] = {
 }
 
 
-class StepTensors(NamedTuple):
-    """The outputs of a step on the device; see `batch.StepOutput`."""
-
-    token_ids: torch.Tensor  # [S, maximum draws of a row] int64
-    logprobs: TokenLogprobTensors | None = None
-    scores: TokenLogprobTensors | None = None
-    pooled: torch.Tensor | None = None
-    routed: torch.Tensor | None = None
-
-    def map(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> StepTensors:
-        """The same with `fetch` applied to each tensor."""
-        logprobs, scores = (
-            None if each is None else TokenLogprobTensors(*map(fetch, each))
-            for each in (self.logprobs, self.scores)
-        )
-        rest = (None if each is None else fetch(each) for each in (self.pooled, self.routed))
-        return StepTensors(fetch(self.token_ids), logprobs, scores, *rest)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StepHandle:
     """A launched step, whose outputs can be read once the device has computed it."""
 
-    tensors: StepTensors  # on the host
+    tensors: StepOutput[torch.Tensor]  # on the host
     event: torch.cuda.Event | None
 
-    def result(self) -> StepOutput:
+    def result(self) -> StepOutput[np.ndarray]:
         """Wait for the step and return a copy of its outputs. Sequences keep them until they end, while later
         steps reuse the pinned memory."""
         if self.event is not None:
             self.event.synchronize()
-        token_ids, logprobs, scores, pooled, routed = self.tensors
-        return StepOutput(
-            token_ids.numpy().copy(),
-            None if logprobs is None else TokenLogprobs(*(column.numpy().copy() for column in logprobs)),
-            None if scores is None else TokenLogprobs(*(column.numpy().copy() for column in scores)),
-            None if pooled is None else pooled.numpy().copy(),
-            None if routed is None else routed.numpy().copy(),
-        )
+        return self.tensors.map(lambda column: column.numpy().copy())
 
 
 class Staging:
@@ -257,7 +228,7 @@ class Staging:
         self._buffer[: end // 4].copy_(host[: end // 4], non_blocking=True)
         return tensors
 
-    def receive(self, tensors: StepTensors) -> StepHandle:
+    def receive(self, tensors: StepOutput[torch.Tensor]) -> StepHandle:
         """Queue the copy of a step's outputs to the host, and switch to the other host buffer."""
         fetched = tensors.map(self._device.fetch)
         event = self._device.record_event()

@@ -36,7 +36,6 @@ from nanovllm.runner.inputs import (
     Staging,
     StepHandle,
     StepInputs,
-    StepTensors,
     prepare_decode,
     prepare_prefill,
 )
@@ -276,7 +275,7 @@ class ModelRunner:
 
     # -- one step ----------------------------------------------------------------------------------------
 
-    def run(self, batch: Batch) -> StepOutput:
+    def run(self, batch: Batch) -> StepOutput[np.ndarray]:
         """Run a step and wait for its tokens."""
         handle = self.launch(batch)
         assert handle is not None, "no rules, nothing to wait for"
@@ -296,7 +295,7 @@ class ModelRunner:
         if replayed is not None:
             (hidden, token_ids), staged = replayed
             if token_ids is not None:
-                return self._receive(StepTensors(token_ids[: len(batch.slots), None]), batch)
+                return self._receive(StepOutput(token_ids[: len(batch.slots), None]), batch)
             step = UndrawnStep(batch, hidden, staged())
         else:
             if batch.kind is StepKind.DECODE:
@@ -332,9 +331,9 @@ class ModelRunner:
         output = recorded.run((rows, drawn), lambda: partial(self._graph_step, staged(), drawn))
         return None if output is None else (output, staged)
 
-    def _receive(self, tensors: StepTensors, batch: Batch) -> StepHandle:
+    def _receive(self, tensors: StepOutput[torch.Tensor], batch: Batch) -> StepHandle:
         routed = None if self.routed is None else self.routed[: len(batch.token_ids)]
-        return self.staging.receive(tensors._replace(routed=routed))
+        return self.staging.receive(replace(tensors, routed=routed))
 
     @cached_property
     def mask_buffer(self) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from nanovllm import TextPrompt, TokensPrompt
-from nanovllm.batch import TokenLogprobs
+from nanovllm.batch import LogprobColumns
 from nanovllm.errors import raise_first
 from nanovllm.extras.logprobs import LogprobDicts
 from nanovllm.outputs import (
@@ -215,7 +215,7 @@ def test_what_vllms_outputs_have_beside_is_none() -> None:
 
 
 def test_logprobs_become_a_list_when_they_are_read() -> None:
-    columns = TokenLogprobs(np.full((2, 1), -0.5, np.float32), np.array([[5], [6]]), np.array([1, 2]))
+    columns = LogprobColumns(np.full((2, 1), -0.5, np.float32), np.array([[5], [6]]), np.array([1, 2]))
     lazy = LogprobDicts(columns, None)
     completion = CompletionOutput(0, "a", [5, 6], -1.0, lazy)  # type: ignore[arg-type]
     copied = changed(completion, text="b")

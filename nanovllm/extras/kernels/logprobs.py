@@ -6,30 +6,15 @@ segments with the largest maxima, so only these are searched. Equal logits come 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
+from nanovllm.batch import LogprobColumns
 from nanovllm.kernels.compat import jit, next_power_of_2, tl, use_triton
 from nanovllm.kernels.filters import SEGMENT
 
 BLOCK = 2048  # vocabulary entries of a program
 FEW = 64  # up to this number, likeliest tokens are taken one by one
-
-
-class TokenLogprobTensors(NamedTuple):
-    """As `batch.TokenLogprobs`, on the device."""
-
-    values: torch.Tensor  # [n, 1 + k] float32
-    token_ids: torch.Tensor  # [n, 1 + k] int64
-    ranks: torch.Tensor  # [n] int64
-
-    @classmethod
-    def empty(cls, width: int, device: torch.device) -> TokenLogprobTensors:
-        """No rows, of `width` columns."""
-        none = torch.empty(0, width, dtype=torch.float32, device=device)
-        return cls(none, none.long(), none[:, 0].long())
 
 
 @jit("ids_ptr")
@@ -140,7 +125,7 @@ def _take_kernel(
 
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, k: int, normalize: bool = True
-) -> TokenLogprobTensors:
+) -> LogprobColumns[torch.Tensor]:
     """The logprob and the rank of one token of each row, and the k likeliest tokens, likeliest first.
 
     logits: [n, V] float, contiguous rows. token_ids: [n] int64; negative ids count as 0. k: at most V, larger
@@ -162,7 +147,7 @@ def token_logprobs(
 
 def _token_logprobs_triton(
     logits: torch.Tensor, token_ids: torch.Tensor, k: int, normalize: bool
-) -> TokenLogprobTensors:
+) -> LogprobColumns[torch.Tensor]:
     """`token_logprobs` with Triton."""
     (rows, vocab), device = logits.shape, logits.device
     blocks = -(-vocab // BLOCK)
@@ -191,7 +176,7 @@ def _token_logprobs_triton(
             logits, token_ids, normalizers, seg_max, values, ids, logits.stride(0), vocab, segments, k,
             SEGMENT=SEGMENT, PADDED=next_power_of_2(segments), num_warps=4,
         )  # fmt: skip
-    return TokenLogprobTensors(values, ids, ranks)
+    return LogprobColumns(values, ids, ranks)
 
 
 def _normalizers(log_sums: torch.Tensor, normalize: bool) -> torch.Tensor:
@@ -207,11 +192,11 @@ def _with_top_tokens(
     normalizers: torch.Tensor,
     seg_max: torch.Tensor,
     k: int,
-) -> TokenLogprobTensors:
+) -> LogprobColumns[torch.Tensor]:
     """The logprobs of chosen tokens [n, 1] and of the k likeliest tokens."""
     values, ids = _top_tokens(logits, seg_max, k)
     values = torch.cat([logits.gather(1, chosen).float(), values], dim=1) - normalizers[:, None]
-    return TokenLogprobTensors(values, torch.cat([chosen, ids], dim=1), ranks)
+    return LogprobColumns(values, torch.cat([chosen, ids], dim=1), ranks)
 
 
 def _top_tokens(logits: torch.Tensor, seg_max: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,20 +18,20 @@ from nanovllm.batch import (
     PADDING,
     Batch,
     Column,
+    LogprobColumns,
     StepKind,
+    StepOutput,
     StepSize,
     greedy,
     map_columns,
 )
 from nanovllm.device import Device
-from nanovllm.extras.kernels.logprobs import TokenLogprobTensors
 from nanovllm.kernels.decode_attention import SharedUnit
 from nanovllm.parallel.halves import halves
 from nanovllm.runner.inputs import (
     ALIGN,
     Staging,
     StepInputs,
-    StepTensors,
     last_rows,
     prepare_decode,
     prepare_prefill,
@@ -254,13 +254,14 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
 
 def test_outputs_have_their_own_memory() -> None:
     """Sequences keep outputs; if these were pinned, every step would allocate more pinned memory."""
-    shown = TokenLogprobTensors(torch.rand(3, 6), torch.arange(18).view(3, 6), torch.arange(3))
-    given_tensors = StepTensors(torch.arange(3)[:, None], shown, shown, torch.rand(3, 8))
+    shown = LogprobColumns(torch.rand(3, 6), torch.arange(18).view(3, 6), torch.arange(3))
+    given_tensors = StepOutput(torch.arange(3)[:, None], shown, shown, torch.rand(3, 8))
     handle = staging().receive(given_tensors)
     output, fetched = handle.result(), handle.tensors
     assert output.token_ids[:, 0].tolist() == [0, 1, 2]
     for found, tensors in ((output.logprobs, fetched.logprobs), (output.scores, fetched.scores)):
-        for name, tensor in tensors._asdict().items():
+        for name in ("values", "token_ids", "ranks"):
+            tensor = getattr(tensors, name)
             array = getattr(found, name)
             assert np.array_equal(array, getattr(shown, name)) and not np.shares_memory(array, tensor.numpy())
     assert np.array_equal(output.pooled, given_tensors.pooled)
