@@ -54,7 +54,7 @@ def test_code_is_what_is_no_comment() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["FAMILIES", "CHECKPOINTS", "QUANTIZATIONS", "ON_THE_FLY", "BACKENDS", "CHAT", "OTHER_NAMES", "EXTRAS"],
+    ["FAMILIES", "CHECKPOINTS", "QUANTIZATIONS", "ON_THE_FLY", "BACKENDS", "TEXT", "OTHER_NAMES", "EXTRAS"],
 )
 def test_each_place_in_a_table_of_doors_exists(name: str) -> None:
     table: Table[Any] = Table(getattr(doors, name))

@@ -239,11 +239,18 @@ class Requests:
     def _output(self, state: _RequestState, now: float) -> RequestOutput:
         first = state.sequences[0]
         completions = [state.completions[index] for index in range(state.request.params.n)]
-        prompt = first.prompt_logprobs, state.num_cached_tokens, first.pooled
         failed = [seq for seq in state.sequences if seq.rules and seq.finish_reason == "error"]
         dead_end = _EXTRAS["dead_end"](failed) if failed else None
         metrics = self._metrics(state, now)
-        return self.processor.output(state.request, completions, metrics, *prompt, dead_end=dead_end)
+        return self.processor.output(
+            state.request,
+            completions,
+            metrics,
+            first.prompt_logprobs,
+            state.num_cached_tokens,
+            first.pooled,
+            dead_end,
+        )
 
     def clear(self) -> None:
         """Forget all requests; ids continue to count up."""

@@ -56,7 +56,7 @@ class ExtraTexts:
         if params.bad_words:
             assert tokenizer is not None
             bad_words = self._bad_words(tokenizer, tuple(params.bad_words))
-            pack_token_ids([*chain(*bad_words)], vocab_size, "bad_words", ordered=False)
+            pack_token_ids(list(chain.from_iterable(bad_words)), vocab_size, "bad_words", ordered=False)
         try:
             constraint = self.constraint(params)
         except ValueError as error:

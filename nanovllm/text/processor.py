@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from nanovllm.batch import TokenLogprobs
-from nanovllm.doors import CHAT, EXTRAS, Table
+from nanovllm.doors import EXTRAS, TEXT, Table
 from nanovllm.errors import BadRow, attempt
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.params import SamplingParams
@@ -25,7 +25,7 @@ from nanovllm.text.tokenizer import LeastTokens, encode, num_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHAT: Table[Any] = Table(CHAT)
+_TEXT: Table[Any] = Table(TEXT)
 _EXTRAS: Table[Any] = Table(EXTRAS)
 _CACHE_SIZE = 16  # lists of stop strings and of bad words; the longest take a few megabytes
 
@@ -63,12 +63,12 @@ class Processor:
 
     def add_written_end(self) -> None:
         """Have answers end by the token, too, that the chat template writes after them."""
-        self._eos_token_ids = _CHAT["written_end"](self.tokenizer, self.eos_token_ids, self.templates)
+        self._eos_token_ids = _TEXT["written_end"](self.tokenizer, self.eos_token_ids, self.templates)
 
     @property
     def templates(self) -> Any:
         """The process that applies chat templates; any thread may be the first to use it."""
-        return vars(self).get("_templates") or vars(self).setdefault("_templates", _CHAT["process"]())
+        return vars(self).get("_templates") or vars(self).setdefault("_templates", _TEXT["templates"]())
 
     def close(self) -> None:
         """End that process, if there is one."""
@@ -108,10 +108,18 @@ class Processor:
             meaning = known[id(param)]
             if isinstance(meaning, Exception):
                 raise ValueError(f"{name}: {meaning}")
-            first_scored = None if param.prompt_logprobs is None else 1
-            own = param.guarded() if on_error == "return" else param
-            rest = (own, *meaning, first_index + row, first_scored)
-            return Request(first_id + row, prompt.text, token_ids, *rest)
+            stop_token_ids, bad_words, constraint = meaning
+            return Request(
+                first_id + row,
+                prompt.text,
+                token_ids,
+                param.guarded() if on_error == "return" else param,
+                stop_token_ids,
+                bad_words,
+                constraint,
+                index=first_index + row,
+                first_scored=None if param.prompt_logprobs is None else 1,
+            )
 
         return [
             attempt(make, row, prompt) if isinstance(prompt, Prompt) else prompt

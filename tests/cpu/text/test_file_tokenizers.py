@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from nanovllm import ModelLoadError
-from nanovllm.bpe import QWEN2
+from nanovllm.formats.tokenizer_json.bpe import QWEN2
 from nanovllm.models.registry import open_checkpoint
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.tokenizer import LeastTokens, load_tokenizer
