@@ -11,16 +11,37 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 
-from nanovllm.cpu import isa
+from nanovllm import doors
 
 CPU_KV_CACHE_BYTES = 4 * 2**30  # maximum KV cache on a CPU; also at most half of the free memory
 SPARE_BYTES = (
     5 * 2**29
 )  # of a GPU, or a sixteenth of it: for CUDA graphs and kernels, which follow the KV cache
+
+
+@cache
+def cpu_door(name: str) -> Callable[..., Any]:
+    """A function of the door of CPUs, imported on use:
+
+    - has_kernels() -> bool: whether its kernels run on this CPU; else torch computes
+    - has_bf16() -> bool: whether this CPU multiplies bfloat16 faster than float32
+    - say_what_is_missing(): once, what would make this CPU faster
+    - linear_method(shape, options, kind) -> the `LinearMethod` of a weight in floats; None: the core's
+    - recorded_steps() -> `RecordedSteps` of `runner/cuda_graph.py`; None if nothing can be recorded
+    """
+    found: Callable[..., Any] = doors.find(doors.CPU[name])
+    return found
+
+
+def has_cpu_kernels() -> bool:
+    """Whether kernels for this CPU run here."""
+    return bool(cpu_door("has_kernels")())
 
 
 class Device:
@@ -65,7 +86,7 @@ class Device:
         if asked == "bfloat16" and lacks_bf16:
             raise ValueError(f"dtype='bfloat16' is not supported by {self.name}; use 'float16' or 'float32'")
         if asked == "auto":
-            fast = self.is_cuda or (checkpoint == "bfloat16" and isa.has_bf16())
+            fast = self.is_cuda or (checkpoint == "bfloat16" and cpu_door("has_bf16")())
             asked = checkpoint if fast else "float32"
             if asked == "bfloat16" and lacks_bf16:
                 asked = "float16"

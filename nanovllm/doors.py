@@ -12,6 +12,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+def find(place: str) -> Any:
+    """The object at a place, imported."""
+    module, _, attribute = place.partition(":")
+    found: Any = import_module(f"nanovllm.{module}")
+    for each in attribute.split("."):
+        found = getattr(found, each)
+    return found
+
+
 class Table(MutableMapping[str, T]):
     """Objects by name, each imported on first use."""
 
@@ -21,11 +30,7 @@ class Table(MutableMapping[str, T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._found:
-            module, _, attribute = str(self._places[name]).partition(":")
-            found: Any = import_module(f"nanovllm.{module}")
-            for each in attribute.split("."):
-                found = getattr(found, each)
-            self._found[name] = found
+            self._found[name] = find(str(self._places[name]))
         return self._found[name]
 
     def __setitem__(self, name: str, value: T) -> None:
@@ -92,6 +97,8 @@ ON_THE_FLY = {
     "int8": "cpu.integers:INT8",
     "int4": "cpu.integers:INT4",
 }
+# What makes the `CacheLayout` of layers that are not all alike.
+LAYOUTS = {"windows": "windows.layout:windowed_layout"}
 # `AttentionBackend` by its name, fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
 BACKENDS = {
     "triton": "attention.backends:TritonBackend",
@@ -118,3 +125,12 @@ EXTRAS = {
     "restrict": "extras.token_rules:restrict_planned",  # fills the bits of the tokens that they allow
     "dead_end": "extras.token_rules:dead_end",
 }
+# What the door of CPUs does in place of Triton, cuBLAS and CUDA graphs; see `device.cpu_door`.
+CPU = {
+    "has_kernels": "cpu.isa:has_kernels",
+    "has_bf16": "cpu.isa:has_bf16",
+    "say_what_is_missing": "cpu.isa:say_what_is_missing",
+    "linear_method": "cpu.dense:linear_method",
+    "recorded_steps": "cpu.recorded:recorded_steps",
+}
+CPU_KERNELS = "cpu.kernels"  # the folder of kernels that are siblings of those in kernels/

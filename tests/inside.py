@@ -180,8 +180,8 @@ def waiting_hashes(router: Router) -> dict[int, Any]:
 
 def scheduler_state(scheduler: Scheduler) -> Any:
     """The free slots, the unfinished sequences by id, and the block tables of each slot."""
-    tables = {"block_tables": scheduler._block_tables, "window_tables": scheduler._window_tables}
-    return SimpleNamespace(free_slots=scheduler._free_slots, unfinished=dict(scheduler._unfinished), **tables)
+    tables, unfinished = scheduler._tables, dict(scheduler._unfinished)
+    return SimpleNamespace(free_slots=scheduler._free_slots, unfinished=unfinished, tables=tables)
 
 
 def block_state(manager: BlockManager) -> Any:
@@ -189,7 +189,7 @@ def block_state(manager: BlockManager) -> Any:
     the step being planned."""
     pool, tree = manager.pool, manager._tree
     free = {"free": pool.free_slabs, "free_parts": pool.free_parts, "free_partial": pool._free_partial}
-    refs = {"ref_counts": pool.ref_counts, "content": pool.content, "windowed": manager._windowed}
+    refs = {"ref_counts": pool.ref_counts, "content": pool.content, "twins": manager._twins}
     found = {"by_key": tree._by_key, "children": tree._children, "pinned": manager._pinned}
     return SimpleNamespace(**free, **refs, **found, tree=tree)
 
@@ -312,10 +312,10 @@ def replace_onednn(
     make: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor] | None],
 ) -> None:
     """Replace oneDNN's product by `make` of it; None is a torch without it."""
-    from nanovllm.quantization import unquantized
+    from nanovllm.cpu import dense
 
-    assert unquantized._onednn_linear is not None, "this torch has oneDNN"
-    patch.setattr(unquantized, "_onednn_linear", make(unquantized._onednn_linear))
+    assert dense._onednn_linear is not None, "this torch has oneDNN"
+    patch.setattr(dense, "_onednn_linear", make(dense._onednn_linear))
 
 
 def look_for_flash_attn_again(patch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from choices import choices
 
+from nanovllm import doors
+
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
 
 # The floors of the core's rooms, lowest first. Each folder or file is on one floor and imports only lower
@@ -26,7 +28,7 @@ FLOORS = (
         "batch",
         "pooling_params",
     }
-    | {"side_files", "checks", "names", "doors"},
+    | {"side_files", "checks", "names", "doors", "kv_group"},
     {"text", "plan", "kernels"},
     {"attention", "quantization"},
     {"layers"},
@@ -37,7 +39,7 @@ FLOORS = (
     {"", "__main__"},  # nanovllm/__init__.py and `python -m nanovllm`
 )
 # A door imports the core and other doors, but no file imports itself through others.
-DOORS = {"chat", "cpu", "extras", "families", "formats", "moe", "parallel", "residency", "vllm"}
+DOORS = {"chat", "cpu", "extras", "families", "formats", "moe", "parallel", "residency", "vllm", "windows"}
 DOORS |= {"integrations", "jobs", "report", "tables"}
 # What these reach through imports never needs torch. Only `engine` and what imports it reach them.
 WINGS = {"text", "plan"}
@@ -65,6 +67,7 @@ CORE = {
         "doors",
         "errors",
         "inputs",
+        "kv_group",
         "lifecycle",
     ),
     *("names", "outputs", "params", "side_files"),
@@ -86,8 +89,8 @@ CORE = {
     *(f"kernels.{name}" for name in ("matmul", "merge_chunks", "paged", "prefill_attention", "random_bits")),
     *(f"kernels.{name}" for name in ("rms_norm", "rotary", "sampling")),
 }
-CORE_FILES, CORE_LINES = 56, 12_500  # without kernels
-CORE_IMPORTS_OF_DOORS = 35
+CORE_FILES, CORE_LINES = 57, 12_450  # without kernels
+CORE_IMPORTS_OF_DOORS = 22
 
 
 def module_of(path: Path) -> str:
@@ -192,6 +195,34 @@ def core_imports_of_doors() -> set[tuple[str, str]]:
         (module, each) for module, targets in graph().items() if module in CORE for each in targets - CORE
     }
     return {(module, target) for module, target in found if target != "demo_model"}
+
+
+def places() -> set[str]:
+    """What the core finds by name: all strings of the tables in doors.py, and kernels for CPUs."""
+    tables = {key: value for key, value in vars(doors).items() if isinstance(value, dict) and key.isupper()}
+    found = {place for table in tables.values() for place in table.values()}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("by_device", "cpu_kernel"):
+                names = (each.value for each in node.args if isinstance(each, ast.Constant))
+                found |= {f"{doors.CPU_KERNELS}.{name.replace('.', ':')}" for name in names if name}
+    return found
+
+
+@pytest.mark.parametrize("place", sorted(places()))
+def test_a_place_is_there(place: str) -> None:
+    """A place of a table names something at the top of a module."""
+    module, _, name = place.partition(":")
+    tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
+    named = {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    targets = [each for node in tree.body if isinstance(node, ast.Assign) for each in node.targets]
+    targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
+    assert name.split(".")[0] in named | {*map(ast.unparse, targets)}
+
+
+def test_modules_are_found_by_name_in_one_place() -> None:
+    found = {module_of(path) for path in FILES if is_core(path) and "import_module" in path.read_text()}
+    assert found == {"doors"}
 
 
 def test_the_core_has_a_budget() -> None:

@@ -17,8 +17,8 @@ from itertools import pairwise
 import torch
 
 from nanovllm.cpu import isa
+from nanovllm.cpu.dense import torch_linear
 from nanovllm.kernels.compat import HAS_TRITON, cpu_kernel, jit, multiprocessors, tl
-from nanovllm.quantization.unquantized import torch_linear
 
 GPU_BYTES = 4 * 2**30  # read at once; at most half of the free memory
 CPU_BYTES = 2**29

@@ -18,18 +18,11 @@ from nanovllm.cpu.kernels.experts import int_experts
 from nanovllm.cpu.kernels.int_layout import FORMATS, GROUP, IntExperts, IntFormat, IntWeight, from_blocks
 from nanovllm.cpu.kernels.int_matmul import int_embed, int_linear
 from nanovllm.cpu.kernels.int_quantise import quantise
+from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
-from nanovllm.quantization.base import (
-    ExpertsMethod,
-    ExpertWeights,
-    Kind,
-    LinearMethod,
-    Normed,
-    WeightOptions,
-    WeightShard,
-    WeightSource,
-)
+from nanovllm.moe.method import ExpertsMethod, ExpertWeights
+from nanovllm.quantization.base import Kind, LinearMethod, Normed, WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.unquantized import QuantConfig
 
 ROUNDED = f"the activations that they multiply are rounded to 8 bits, {GROUP // 2} values with a scale"
@@ -226,7 +219,7 @@ class StoredConfig(QuantConfig):
     def experts(self, path: str) -> ExpertsMethod:
         gate, _, down = (self._format(f"{path}.{name}") for name in _EXPERTS)
         if gate is None or down is None:
-            return super().experts(path)
+            return UnquantizedExpertsMethod()
         return IntegerExpertsMethod(gate, down, as_stored=True)
 
     def _format(self, path: str) -> str | None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanovllm.cpu import isa
+from nanovllm.cpu.kernels.checking import CHECKED
 from nanovllm.cpu.kernels.recording import Arena, Recording
 from nanovllm.cpu.kernels.team import team
 
@@ -56,6 +58,11 @@ class _OnlyKernels(TorchDispatchMode):
 def _is_view(result: Any, source: torch.Tensor) -> bool:
     each = result if isinstance(result, torch.Tensor) else next(iter(result), source)
     return each.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+
+
+def recorded_steps() -> RecordedSteps | None:
+    """New recordings; None if nothing is recorded: torch computes here, or addresses are checked."""
+    return None if CHECKED or not isa.has_kernels() else RecordedSteps()
 
 
 class RecordedSteps:

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanovllm.attention.base import cache_dtype
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
-from nanovllm.cpu import isa
-from nanovllm.device import CPU_KV_CACHE_BYTES, Device
+from nanovllm.device import CPU_KV_CACHE_BYTES, Device, cpu_door
 from nanovllm.doors import EXTRAS, Table
 from nanovllm.models.checkpoint import GENERATION_FILE, MODULES_FILE
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import Hub, load_model_config, open_checkpoint, resolve_model_path
 from nanovllm.models.weights import check_weights, find_head
 from nanovllm.params import SamplingParams
-from nanovllm.quantization.base import ROW_BYTES
 from nanovllm.runner.memory import CALIBRATION_TOKENS
 from nanovllm.text.processor import Processor
 from nanovllm.text.tokenizer import load_tokenizer
@@ -60,7 +58,7 @@ def open_model(config: Config) -> OpenedModel:
     device = Device(config.device)
     device.ranks(config.tensor_parallel_size, config.data_parallel_size)  # before a model is downloaded
     if not device.is_cuda:
-        isa.say_what_is_missing()
+        cpu_door("say_what_is_missing")()
     elif config.num_threads is not None:
         logger.warning("num_threads=%d does nothing on a GPU", config.num_threads)
     if not device.is_cuda and config.max_num_batched_tokens > _CPU_STEP:
@@ -75,7 +73,9 @@ def open_model(config: Config) -> OpenedModel:
         logger.warning("%s", note)
     defaults = overridden(generation, option, changes)
     model_config.check_tensor_parallel_size(config.tensor_parallel_size)
-    check_experts(config, model_config, device)
+    if model_config.moe is not None and device.is_cuda:
+        dtype = device.resolve_dtype(config.dtype, model_config.dtype)
+        model_config.moe.check_gpu(model_config.hidden_size, dtype)
     if config.return_routed_experts and model_config.moe is None:
         raise ValueError(
             f"return_routed_experts=True needs a mixture of experts, and {model_config.architecture} is none"
@@ -103,20 +103,6 @@ def read_model_config(config: Config, path: Path, generation: dict[str, Any], de
     if config.load_format == "auto" and open_checkpoint(path).files()[1]:
         model = find_head(model, path)
     return replace(model, quant=model.quant.on(device.capability))
-
-
-def check_experts(config: Config, model_config: ModelConfig, device: Device) -> None:
-    """Raise ValueError if the kernels of this device cannot read the rows of the experts' weights."""
-    if model_config.moe is None or not device.is_cuda:
-        return
-    dtype, hidden = device.resolve_dtype(config.dtype, model_config.dtype), model_config.hidden_size
-    multiple = ROW_BYTES // dtype.itemsize
-    if hidden % multiple:
-        also = " or dtype='float32'" if hidden % (ROW_BYTES // 4) == 0 else ""
-        raise ValueError(
-            f"hidden_size {hidden} of config.json is not a multiple of {multiple}, which a mixture of "
-            f"experts in {str(dtype).removeprefix('torch.')} needs on a GPU; use device='cpu'{also}"
-        )
 
 
 def find_model(config: Config) -> Path:

@@ -23,7 +23,7 @@ class MoELayer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
         super().__init__()
         spec, hidden_size, tp = config.moe, config.hidden_size, build.tp
-        assert spec is not None
+        assert isinstance(spec, MoESpec)
         self.block = spec.block
         self.input_layernorm = layer_norm(config, tp)
         self.self_attn = Attention(config, index, build)
@@ -54,7 +54,9 @@ class MoEFamily(ModelFamily):
     reads: tuple[str, ...] = ("num_experts",)
 
     def read(self, hf: HFConfig) -> ModelConfig:
-        return replace(super().read(hf), moe=self.read_moe(hf))
+        config, moe = super().read(hf), self.read_moe(hf)
+        moe.check_size(config.hidden_size)
+        return replace(config, moe=moe)
 
     def read_moe(self, hf: HFConfig) -> MoESpec:
         """ValueError for what is malformed."""

@@ -14,7 +14,7 @@ from nanovllm.formats.fp8.kernels.values import GROUP
 from nanovllm.formats.fp8.loading import Stored
 from nanovllm.formats.fp8.method import Fp8Config, check_choices
 from nanovllm.formats.int4.configs import pack_quantized_config
-from nanovllm.quantization.base import ExpertsMethod, Kind, LinearMethod
+from nanovllm.quantization.base import Kind, LinearMethod, WeightMethod
 from nanovllm.quantization.unquantized import QuantConfig
 
 _WHERE = "config.json: quantization_config"
@@ -65,7 +65,7 @@ class CompressedTensorsConfig(QuantConfig):
                     return group.quant.method(path, "linear")
         return super().method(path, kind)
 
-    def experts(self, path: str) -> ExpertsMethod:
+    def experts(self, path: str) -> WeightMethod | None:
         """The groups and ignored names are those of their modules, of which the first expert's decide."""
         first = self.names.of_experts(path)
         if not _matches(first, self.ignored):

@@ -10,12 +10,12 @@ import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import lru_cache, wraps
-from importlib import import_module
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from nanovllm.cpu import isa
+from nanovllm import doors
+from nanovllm.device import has_cpu_kernels
 
 __all__ = ["TensorDescriptor", "tl", "triton"]  # re-exported; all definitions below are public too
 
@@ -79,14 +79,13 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 def use_cpu_kernels(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...] = _CPU_DTYPES) -> bool:
     """Whether an operation on `tensor` runs as a kernel of `cpu/kernels`, which takes these dtypes."""
-    return tensor.device.type == "cpu" and tensor.dtype in dtypes and isa.has_kernels()
+    return tensor.device.type == "cpu" and tensor.dtype in dtypes and has_cpu_kernels()
 
 
 @lru_cache
 def cpu_kernel(name: str) -> Callable[..., Any]:
     """The function "file.function" of `cpu/kernels`, imported on use."""
-    file, _, function = name.partition(".")
-    found: Callable[..., Any] = getattr(import_module(f"nanovllm.cpu.kernels.{file}"), function)
+    found: Callable[..., Any] = doors.find(f"{doors.CPU_KERNELS}.{name.replace('.', ':')}")
     return found
 
 

@@ -15,8 +15,6 @@ from torch import nn
 from nanovllm.kernels.kinds import Kinds
 from nanovllm.kernels.matmul import is_aligned
 from nanovllm.quantization.base import (
-    ExpertsMethod,
-    ExpertWeights,
     Kind,
     LinearMethod,
     WeightMethod,
@@ -32,14 +30,12 @@ class WeightLayer(nn.Module):
     loaded."""
 
     method: LinearMethod  # of the weight that was declared with a kind
-    experts_method: ExpertsMethod  # of the weights that were declared as experts
     options: WeightOptions
 
     def __init__(self) -> None:
         super().__init__()
         self.shards: dict[WeightShard, WeightMethod | None] = {}  # to be loaded, and by which method
         self._declared: list[tuple[tuple[int, ...], list[WeightShard], Kind | None]] = []
-        self._experts: tuple[ExpertWeights, ExpertWeights] | None = None
 
     def declare(self, shape: tuple[int, ...], shards: list[WeightShard], kind: Kind | None = None) -> None:
         """Declare a parameter of `shape`, of which this rank fills `shards`.
@@ -48,19 +44,10 @@ class WeightLayer(nn.Module):
         """
         self._declared.append((shape, shards, kind))
 
-    def declare_experts(self, gate_up: ExpertWeights, down: ExpertWeights) -> None:
-        """Declare the weights of experts; see `ExpertsMethod.create`."""
-        self._experts = gate_up, down
-
     def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
         """Create the parameters. path: of this layer in its model. Raises ValueError that names the weight,
         such as for a part that a rank cannot hold."""
         self.options = options
-        if self._experts is not None:
-            self.experts_method = quant.experts(path)
-            with _named(path):
-                created = self.experts_method.create(self, *self._experts, options)
-            self.shards |= dict.fromkeys(created, self.experts_method)
         for shape, shards, kind in self._declared:
             if kind is not None:
                 names = [shard.module_name(path) for shard in shards]
@@ -70,7 +57,7 @@ class WeightLayer(nn.Module):
                     raise ValueError(f"{', '.join(names)} are one product; quantise them in the same way")
                 self.method = self.method.on(shape, options, kind)
                 _check_kind(names[0], kind, type(self.method))
-                with _named(", ".join(names)):
+                with named(", ".join(names)):
                     created = self.method.create(self, shape, shards, options)
                 self.shards |= dict.fromkeys(created, self.method)
             else:
@@ -91,7 +78,7 @@ class WeightLayer(nn.Module):
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def named(what: str) -> Iterator[None]:
     """Put `what`, whose weight it is, before the message of a ValueError."""
     try:
         yield
@@ -163,7 +150,7 @@ def methods(model: nn.Module) -> Iterator[tuple[str, WeightMethod]]:
 def finish_loading(model: nn.Module) -> None:
     """Prepare for use after all tensors are loaded; see `WeightMethod.finish_loading`."""
     for path, method in methods(model):
-        with _named(path):
+        with named(path):
             method.finish_loading()
 
 

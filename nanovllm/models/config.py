@@ -5,10 +5,14 @@ Reads plain dicts of transformers 4 and 5. Refuses what the decoder does not com
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
+
+import torch
+from torch import nn
 
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.rotary import RopeConfig
@@ -27,13 +31,13 @@ from nanovllm.models.hf_config import (
     window_length,
 )
 from nanovllm.models.spellings import NAMES, Ropes, one_form
-from nanovllm.moe.layers import MoESpec
+from nanovllm.quantization.base import WeightSource
 from nanovllm.quantization.names import FileNames
 from nanovllm.quantization.registry import quant_config
 from nanovllm.quantization.unquantized import QuantConfig
 
 _MAX_RANKS = 1024  # tensor_parallel_size up to this is proposed in an error
-_MAX_ELEMENTS = 2**48  # of one weight
+MAX_ELEMENTS = 2**48  # of one weight
 
 # Keys of config.json for features that the decoder does not have, each with the values that turn them off.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -52,6 +56,36 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     )
     for key in keys.split()
 }
+
+
+class Mixture(ABC):
+    """What some layers have in place of the MLP, such as routed experts. The family's layer makes it."""
+
+    @property
+    @abstractmethod
+    def last(self) -> str:
+        """The module in files that decides how all of its weights are stored."""
+
+    @abstractmethod
+    def widths(self, dense_width: int) -> list[int]:
+        """All widths that the ranks split. dense_width: of the layers with an MLP."""
+
+    @abstractmethod
+    def kinds(self, num_layers: int) -> Sequence[tuple[Mixture, int]]:
+        """The kinds of the first `num_layers` layers: a spec of which every layer is one, and how many."""
+
+    @abstractmethod
+    def checkpoint_tensors(self, name: str, tensor: WeightSource) -> list[tuple[str, WeightSource]]:
+        """What a tensor of a file, or of transformers' state_dict, is by the model's names."""
+
+    @abstractmethod
+    def check_gpu(self, hidden_size: int, dtype: torch.dtype) -> None:
+        """ValueError if the kernels of a GPU cannot read the rows of the weights."""
+
+    @abstractmethod
+    def record(self, layers: Sequence[nn.Module], max_tokens: int, device: torch.device) -> torch.Tensor:
+        """Let each step write the experts of its tokens to the first rows of the result, [max_tokens, layers,
+        top_k] int16; a layer without experts writes nothing."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +121,11 @@ class ModelConfig:
     prefixes: Mapping[str, str | None] = field(default_factory=dict)  # of tensors: replaced; None: left out
     layer: Callable[..., Any] | None = None  # (config, index, build) -> a layer; None: `DecoderLayer`
     layer_inputs: Callable[..., Any] | None = None  # (config, build) -> what makes an input of each layer
-    moe: MoESpec | None = None  # of a mixture of experts
+    moe: Mixture | None = None
     max_model_len: int | None = None  # maximum tokens of a sequence in the engine; None: without an engine
     has_head: bool = True  # whether the files have what makes logits of hidden states
 
     def __post_init__(self) -> None:
-        if self.moe is not None and 2 * self.moe.largest * self.hidden_size > _MAX_ELEMENTS:
-            raise ValueError(
-                f"config.json: {self.moe.num_experts} experts of width {self.moe.width}, or a shared one of "
-                f"width {self.moe.shared_width}, give weights that no memory holds"
-            )
         for layer, spec in enumerate(self.attention):
             source = spec.kv_from
             if source is not None and (source not in range(layer) or self.spec(source).kv_from is not None):
@@ -257,7 +286,7 @@ class ModelFamily:
                 f"whose checkpoints hold several projections as one ({', '.join(config.packed)}); use its "
                 "FP8, bfloat16 or float16 checkpoint"
             )
-        last = "down_proj" if config.moe is None else config.moe.projections[-1]
+        last = "down_proj" if config.moe is None else config.moe.last
         names = FileNames.of_model(config.packed, config.prefixes, last)
         return replace(
             config,
@@ -293,7 +322,7 @@ class ModelFamily:
         if head_dim % 2 or head_dim < 4:
             raise ValueError(f"config.json: head_dim must be even and at least 4, not {head_dim}")
         intermediate_size, vocab_size = hf.integer("intermediate_size"), hf.integer("vocab_size")
-        if hidden_size * max(vocab_size, 2 * intermediate_size, 3 * num_heads * head_dim) > _MAX_ELEMENTS:
+        if hidden_size * max(vocab_size, 2 * intermediate_size, 3 * num_heads * head_dim) > MAX_ELEMENTS:
             raise ValueError(
                 f"config.json: hidden_size {hidden_size} with vocab_size {vocab_size}, intermediate_size "
                 f"{intermediate_size} or num_attention_heads {num_heads} gives weights that no memory holds"

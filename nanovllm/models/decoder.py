@@ -31,7 +31,6 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.stream import AnyStream, RMSNorm, Step, begin
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
-from nanovllm.moe.layers import MoE
 from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import QuantConfig
@@ -75,9 +74,7 @@ class Attention(WeightLayer):
         self.rotary = build.rope(spec.rope, head_dim)
         self._turned = 0 if spec.rope is None else spec.rope.rotary_dim(head_dim) % head_dim
         self._interleaved = spec.rope is not None and spec.rope.interleaved
-        self.windowed = (
-            False  # whether its blocks are those of layers with a window; the cache's owner sets it
-        )
+        self.group = 0  # its `KVGroup`; the cache's owner sets it
         self.cache = KVCache(torch.empty(0), torch.empty(0))
         if spec.kv_from is None:
             heads = head_dim, spec.num_heads, spec.num_kv_heads
@@ -115,7 +112,7 @@ class Attention(WeightLayer):
         Stores keys and values in the step's slots, and copies cached ones, before any token attends.
         """
         spec, eps = self.spec, self.eps
-        meta = step.meta.of_windows() if self.windowed else step.meta
+        meta = step.meta.of_group(self.group)
         q_weight, k_weight = (
             x.weight if isinstance(x, RMSNorm) else None for x in (self.q_norm, self.k_norm)
         )
@@ -215,20 +212,6 @@ class DecoderForCausalLM(nn.Module):
         tied_to = self.model.embed_tokens if config.ties_head else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
-
-    def record_experts(self, max_tokens: int) -> torch.Tensor:
-        """Let each step write the experts of its tokens to the first rows of the result, [max_tokens, layers,
-        top_k] int16; a layer without experts writes nothing."""
-        spec, layers = self.config.moe, self.model.layers
-        assert spec is not None, "the engine checks it"
-        device = self.model.norm.weight.device
-        shape = max_tokens, len(layers), spec.top_k
-        record = torch.zeros(shape, dtype=torch.int16, device=device)
-        for index, layer in enumerate(layers):
-            for block in layer.children():
-                if isinstance(block, MoE):
-                    block.record = record[:, index]
-        return record
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

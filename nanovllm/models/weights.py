@@ -23,7 +23,7 @@ from nanovllm.errors import ModelLoadError
 from nanovllm.formats.fp8.kernels.values import GROUP
 from nanovllm.layers.weights import allocate, finish_loading, weight_slots
 from nanovllm.models.checkpoint import CONFIG_FILE, listing, rows_of
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import Mixture, ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import open_checkpoint
 from nanovllm.parallel.group import TPGroup
@@ -269,7 +269,8 @@ def weight_bytes(config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> int:
 
     Computed from one layer of each kind. Raises ValueError if `tp` cannot split the model.
     """
-    kinds = [(None, config.num_layers)] if config.moe is None else config.moe.kinds(config.num_layers)
+    whole: list[tuple[Mixture | None, int]] = [(None, config.num_layers)]
+    kinds = whole if config.moe is None else config.moe.kinds(config.num_layers)
     layers = rest = 0
     for moe, count in kinds:
         model = _unallocated(replace(config, num_layers=1, moe=moe), tp, dtype)

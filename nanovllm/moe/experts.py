@@ -16,15 +16,8 @@ from nanovllm.moe.kernels.grouped_matmul import choose_experts, experts_triton
 from nanovllm.moe.kernels.reference import experts_reference
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
-from nanovllm.quantization.base import (
-    ROW_BYTES,
-    ExpertsMethod,
-    ExpertWeights,
-    Normed,
-    WeightOptions,
-    WeightShard,
-    WeightSource,
-)
+from nanovllm.moe.method import ROW_BYTES, ExpertsMethod, ExpertWeights
+from nanovllm.quantization.base import Normed, WeightOptions, WeightShard, WeightSource
 
 
 class UnquantizedExpertsMethod(ExpertsMethod):

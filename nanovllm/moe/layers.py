@@ -5,6 +5,7 @@ Each rank holds a part of the width of every expert, so the ranks route alike an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,17 +14,21 @@ from torch import nn
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.stream import Step
-from nanovllm.layers.weights import WeightLayer, split_evenly
+from nanovllm.layers.weights import WeightLayer, named, split_evenly
+from nanovllm.models.config import MAX_ELEMENTS, Mixture
+from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
+from nanovllm.moe.method import ROW_BYTES, ExpertsMethod, ExpertWeights
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import ExpertWeights, Normed, Product, WeightShard, WeightSource
+from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.unquantized import QuantConfig
 
 _MAX_EXPERTS = 4096
 
 
 @dataclass(frozen=True)
-class MoESpec:
+class MoESpec(Mixture):
     """The experts of a model, and which of its layers have them."""
 
     num_experts: int
@@ -47,29 +52,44 @@ class MoESpec:
                 f"config.json: num_experts_per_tok {self.top_k} is more than the {self.num_experts} experts"
             )
 
+    def check_size(self, hidden_size: int) -> None:
+        """ValueError if a weight is so large that no memory holds it."""
+        largest = max(self.num_experts * self.width, self.shared_width or 0)  # width of one weight
+        if 2 * largest * hidden_size > MAX_ELEMENTS:
+            raise ValueError(
+                f"config.json: {self.num_experts} experts of width {self.width}, or a shared one of "
+                f"width {self.shared_width}, give weights that no memory holds"
+            )
+
+    def check_gpu(self, hidden_size: int, dtype: torch.dtype) -> None:
+        multiple = ROW_BYTES // dtype.itemsize
+        if hidden_size % multiple:
+            also = " or dtype='float32'" if hidden_size % (ROW_BYTES // 4) == 0 else ""
+            raise ValueError(
+                f"hidden_size {hidden_size} of config.json is not a multiple of {multiple}, which a mixture "
+                f"of experts in {str(dtype).removeprefix('torch.')} needs on a GPU; use device='cpu'{also}"
+            )
+
     @property
-    def largest(self) -> int:
-        """The width of all experts of a layer that are one weight."""
-        return max(self.num_experts * self.width, self.shared_width or 0)
+    def last(self) -> str:
+        return self.projections[-1]
 
     def has_experts(self, layer: int) -> bool:
         return layer not in self.dense and (layer + 1) % self.step == 0
 
     def kinds(self, num_layers: int) -> list[tuple[MoESpec, int]]:
-        """The kinds of the first `num_layers` layers: a spec of which every layer is one, and how many."""
         num_dense = num_layers - num_layers // self.step
         num_dense += sum(layer in range(num_layers) and (layer + 1) % self.step == 0 for layer in self.dense)
         counts = {frozenset[int](): num_layers - num_dense, frozenset([0]): num_dense}
         return [(replace(self, step=1, dense=dense), count) for dense, count in counts.items() if count]
 
     def widths(self, dense_width: int) -> list[int]:
-        """All widths that the ranks split. dense_width: of the layers without experts."""
         dense = [dense_width] if self.dense or self.step > 1 else []
         return [self.width, *dense, *([] if self.shared_width is None else [self.shared_width])]
 
     def checkpoint_tensors(self, name: str, tensor: WeightSource) -> list[tuple[str, WeightSource]]:
-        """What a tensor of a file, or of transformers' state_dict, is by the model's names. From transformers
-        5 on a state_dict holds all experts of a layer as one, and every block is called mlp."""
+        """From transformers 5 on a state_dict holds all experts of a layer as one, and every block is called
+        mlp."""
         if not isinstance(tensor, torch.Tensor):
             return [(name, tensor)]
         module, _, last = name.replace(".mlp.", f".{self.block}.").rpartition(".")
@@ -82,6 +102,14 @@ class MoESpec:
             for index, expert in enumerate(tensor)
             for part, rows in zip(parts, expert.chunk(len(parts)), strict=True)
         ]
+
+    def record(self, layers: Sequence[nn.Module], max_tokens: int, device: torch.device) -> torch.Tensor:
+        record = torch.zeros((max_tokens, len(layers), self.top_k), dtype=torch.int16, device=device)
+        for index, layer in enumerate(layers):
+            for block in layer.children():
+                if isinstance(block, MoE):
+                    block.record = record[:, index]
+        return record
 
 
 class _Biases(WeightLayer):
@@ -106,6 +134,8 @@ class _Biases(WeightLayer):
 class Experts(WeightLayer):
     """The experts of a layer: gated MLPs."""
 
+    experts_method: ExpertsMethod
+
     def __init__(self, hidden_size: int, spec: MoESpec, tp: TPGroup) -> None:
         super().__init__()
         width = split_evenly("expert width", spec.width, tp.size)
@@ -119,7 +149,7 @@ class Experts(WeightLayer):
             ]
 
         rows, columns = (spec.width, hidden_size), (hidden_size, spec.width)
-        self.declare_experts(
+        self._weights = (
             ExpertWeights(
                 (spec.num_experts, 2 * width, hidden_size), shards(gate, rows, 0) + shards(up, rows, 0, width)
             ),
@@ -133,6 +163,15 @@ class Experts(WeightLayer):
             own = width * tp.rank, width
             self.gate_up_bias = _Biases(spec.num_experts, {gate: (spec.width, *own), up: (spec.width, *own)})
             self.down_bias = _Biases(spec.num_experts, {down: (hidden_size, 0, hidden_size)})
+
+    def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
+        super().allocate(path, options, quant)
+        method = quant.experts(path) or UnquantizedExpertsMethod()
+        assert isinstance(method, ExpertsMethod)
+        self.experts_method = method
+        with named(path):
+            created = method.create(self, *self._weights, options)
+        self.shards |= dict.fromkeys(created, method)
 
     def forward(self, x: Normed, routing: Routing) -> torch.Tensor:
         """See `ExpertsMethod.apply`."""

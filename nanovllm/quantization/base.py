@@ -1,4 +1,4 @@
-"""LinearMethod: how the weight of one layer is stored, loaded and multiplied; ExpertsMethod: of experts.
+"""LinearMethod: how the weight of one layer is stored, loaded and multiplied.
 
 A layer declares what is multiplied, and as `WeightShard`s which part of the weight this rank holds. The
 method does the rest. It never communicates, and nothing here opens a file.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -17,10 +17,7 @@ from torch import nn
 from nanovllm.formats.fp8.kernels.values import Fp8Rows, quantise_rows
 from nanovllm.kernels.activation import Activation, silu_and_mul_fp8
 from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8
-from nanovllm.moe.kernels.routing import Routing
-from nanovllm.moe.kernels.tiles import ExpertMLP
 
-ROW_BYTES = 16  # of which rows of experts are multiples on a GPU, as tensor descriptors need it
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FILE_DTYPES = {  # the names of safetensors
     **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64},
@@ -355,33 +352,3 @@ class LinearMethod(WeightMethod):
     def first_rows(self, num: int) -> LinearMethod:
         """A method for the first `num` rows, in the same memory. Only tied embeddings need it."""
         raise NotImplementedError(f"{type(self).__name__} has no rows to share")
-
-
-class ExpertWeights(NamedTuple):
-    """One of the two weights of E experts, [E, N, K]. The shards' `index` is the expert."""
-
-    shape: tuple[int, int, int]
-    shards: list[WeightShard]  # the parts that this rank holds
-
-
-class ExpertsMethod(WeightMethod):
-    """Stores, loads and multiplies the weights of E gated MLPs, this rank's part of each; the layer has their
-    biases."""
-
-    @abstractmethod
-    def create(
-        self, layer: nn.Module, gate_up: ExpertWeights, down: ExpertWeights, options: WeightOptions
-    ) -> list[WeightShard]:
-        """Register parameters on `layer`. What no shard fills is zero.
-
-        gate_up: [E, 2I, H], the rows of gate, then those of up. down: [E, H, I]. Return the shards that a
-        checkpoint must hold; if it holds the weights themselves, these are those of `gate_up` and `down`.
-        """
-
-    @abstractmethod
-    def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
-        """x [T, H] -> the sum over a row's experts of its routing weight times their MLPs, [T, H].
-
-        mlp: the activation, and this rank's biases.
-        A row that is routed nowhere gives 0. Synchronises with no host.
-        """

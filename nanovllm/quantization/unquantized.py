@@ -12,40 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.cpu import isa
-from nanovllm.cpu.packed import PackedLinearMethod, can_pack
+from nanovllm.device import cpu_door
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear
-from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.quantization.base import (
-    ExpertsMethod,
     Gated,
     Kind,
     LinearMethod,
     Normed,
+    WeightMethod,
     WeightOptions,
     WeightShard,
     WeightSource,
 )
 from nanovllm.quantization.names import FileNames, is_cache_scale
-
-# oneDNN's product, a private operator of torch, which calls it for other dtypes and in compiled code. For
-# float32 `F.linear` calls MKL, which took up to 2.4 times as long on an AMD CPU. None: this torch has no
-# oneDNN.
-_onednn_linear = (
-    getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
-)
-ONEDNN_NUMEL = 2**19  # minimum elements of a weight: oneDNN starts all threads even for a small product
-
-
-def torch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`F.linear`; on a CPU oneDNN multiplies large float32 weights."""
-    large = weight.device.type == "cpu" and weight.numel() >= ONEDNN_NUMEL
-    if _onednn_linear is None or not large or weight.dtype != torch.float32:
-        return F.linear(x, weight, bias)
-    product: torch.Tensor = _onednn_linear(x, weight, bias, "none", [], "")
-    return product
 
 
 class UnquantizedLinearMethod(LinearMethod):
@@ -85,7 +66,7 @@ class UnquantizedLinearMethod(LinearMethod):
             return gemv(x, self.weight, bias)[0]
         if self._by_linear(x):
             return linear(x.flatten(0, -2), self.weight, bias).unflatten(0, x.shape[:-1])
-        return torch_linear(x, self.weight, bias)
+        return self.by_torch(x, bias)
 
     def apply_to_normed(
         self, x: Normed, bias: torch.Tensor | None = None, activation: Activation | None = None
@@ -107,6 +88,10 @@ class UnquantizedLinearMethod(LinearMethod):
             return linear(x, self.weight, None, residual), None
         return residual.addmm_(x, self.weight.T), None
 
+    def by_torch(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The product, by the library of the device."""
+        return F.linear(x, self.weight, bias)
+
     def _few_rows(self, x: torch.Tensor) -> bool:
         return not self.deterministic and use_gemv(x)
 
@@ -126,67 +111,13 @@ class UnquantizedLinearMethod(LinearMethod):
         return method
 
 
-class ReorderedLinearMethod(UnquantizedLinearMethod):
-    """A weight on a CPU without kernels of ours: oneDNN reorders it once, and then reads it faster.
-
-    The reordered tensor takes the place of the parameter's memory.
-    """
-
-    _reordered: torch.Tensor | None = None  # opaque; None while tensors are loaded
-
-    def load(self, shard: WeightShard, source: WeightSource) -> None:
-        self.unpack()
-        super().load(shard, source)
-
-    def finish_loading(self) -> None:
-        self.pack()
-
-    def unpack(self) -> None:
-        if self._reordered is not None:
-            self.weight.data, self._reordered = self._reordered.to_dense(), None
-
-    def pack(self) -> None:
-        if self._reordered is None:
-            self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, None)
-            self.weight.data = self.weight.new_empty(0)
-
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        assert _onednn_linear is not None
-        product: torch.Tensor = _onednn_linear(x, self._reordered, bias, "none", [], "")
-        return product
-
-    def apply_and_add(
-        self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.apply(x, bias), residual
-
-    def dense(self) -> torch.Tensor:
-        return self.weight if self._reordered is None else self._reordered.to_dense()
-
-
-def can_reorder(shape: tuple[int, ...], options: WeightOptions) -> bool:
-    """Whether oneDNN multiplies such a weight faster once it is reordered."""
-    if options.device.type != "cpu" or options.deterministic or isa.has_kernels() or _onednn_linear is None:
-        return False
-    elements = shape[0] * shape[1]
-    if options.dtype == torch.float32:
-        fast = elements >= ONEDNN_NUMEL
-    else:
-        bf16 = options.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        fast = bf16 and elements >= ONEDNN_NUMEL // 2
-    return fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-
-
-def dense_method(
-    shape: tuple[int, ...], options: WeightOptions, kind: Kind | None = None
-) -> UnquantizedLinearMethod | PackedLinearMethod:
+def dense_method(shape: tuple[int, ...], options: WeightOptions, kind: Kind | None = None) -> LinearMethod:
     """A new method for a weight in the model's dtype, the one that suits this device. kind: None within
     another method."""
-    if can_pack(shape, options):
-        return PackedLinearMethod()
-    if kind in ("linear", "lm_head") and can_reorder(shape, options):  # embeddings are read by rows
-        return ReorderedLinearMethod()
-    return UnquantizedLinearMethod()
+    found: LinearMethod | None = None
+    if options.device.type == "cpu":
+        found = cpu_door("linear_method")(shape, options, kind)
+    return found or UnquantizedLinearMethod()
 
 
 @dataclass(frozen=True)
@@ -203,11 +134,12 @@ class QuantConfig:
         """
         return UnquantizedLinearMethod()
 
-    def experts(self, path: str) -> ExpertsMethod:
+    def experts(self, path: str) -> WeightMethod | None:
         """Return a new method for the weights of all experts of the checkpoint's module `path`, such as
-        model.layers.0.mlp.experts, whose tensors are experts.0.gate_proj.weight and so on.
+        model.layers.0.mlp.experts, whose tensors are experts.0.gate_proj.weight and so on; None: that for
+        weights in the model's dtype.
         """
-        return UnquantizedExpertsMethod()
+        return None
 
     def on(self, capability: tuple[int, int]) -> QuantConfig:
         """The same for devices of this CUDA compute capability, (0, 0) for a CPU: it may store weights in

@@ -13,6 +13,7 @@ import numpy as np
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import TimelinePoint, attention_pairs
 from nanovllm.models.config import ModelConfig
+from nanovllm.moe.layers import MoESpec
 from nanovllm.report.gpu import devices_of
 
 # Measured bytes/s of a pure read and bf16 FLOP/s of a large matrix product, torch 2.11.
@@ -49,6 +50,7 @@ class Cost:
     def of(cls, config: ModelConfig, itemsize: int, kv_itemsize: int) -> Cost:
         """The sizes of a model. itemsize, kv_itemsize: bytes of an element of the weights and of K/V."""
         c, moe = config, config.moe
+        assert moe is None or isinstance(moe, MoESpec), f"no code here for {moe!r}"
         specs = [c.spec(layer) for layer in range(c.num_layers)]
         values = [0 if spec.kv_from is not None else 2 * spec.num_kv_heads * spec.head_dim for spec in specs]
         queries = sum(spec.num_heads * spec.head_dim for spec in specs)

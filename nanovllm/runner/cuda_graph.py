@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +25,21 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     few = range(1, FEW_ROWS + 1)
     sizes = {*few, *range(8, 65, 8), *range(80, max_num_seqs, 16), max_num_seqs}
     return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+class RecordedSteps(Protocol):
+    """What a door has in place of graphs: decode steps, recorded when they first run and then replayed."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether steps can be recorded, as far as is known."""
+
+    def clear(self) -> None:
+        """Forget all recordings: addresses of weights or of the KV cache change."""
+
+    def run(self, key: object, make_step: Callable[[], Callable[[], Any]]) -> Any:
+        """The output of the step `key`, of its recording or of the step that `make_step` makes, which is
+        recorded. None if it cannot be recorded; then it has stored no token."""
 
 
 class CUDAGraphs:

@@ -18,10 +18,7 @@ from nanovllm.attention.backends import resolve_block_size, select
 from nanovllm.attention.base import SharedPrefixes, cache_dtype
 from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, StepSize, TokenMasks
 from nanovllm.config import Config
-from nanovllm.cpu import isa
-from nanovllm.cpu.kernels.checking import CHECKED
-from nanovllm.cpu.recorded import RecordedSteps
-from nanovllm.device import Device
+from nanovllm.device import Device, cpu_door, has_cpu_kernels
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.kernels.decode_attention import least_chunk
 from nanovllm.kernels.last_tokens import take_tokens
@@ -34,7 +31,7 @@ from nanovllm.models.weights import init_dummy_weights, load_weights
 from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions
 from nanovllm.residency.profile import RankProfile
-from nanovllm.runner.cuda_graph import CUDAGraphs, graph_sizes
+from nanovllm.runner.cuda_graph import CUDAGraphs, RecordedSteps, graph_sizes
 from nanovllm.runner.ending import Ending, UndrawnStep
 from nanovllm.runner.inputs import (
     OVERLAP_TOKENS,
@@ -93,7 +90,7 @@ class ModelRunner:
         self.backend = select(config.attention_backend, device, *kinds, config.deterministic)
         self.block_size = resolve_block_size(config.kvcache_block_size, self.backend)
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
-        fuse = tp.size == 1 and (self.dtype == torch.bfloat16 if device.is_cuda else isa.has_kernels())
+        fuse = tp.size == 1 and (self.dtype == torch.bfloat16 if device.is_cuda else has_cpu_kernels())
         self.model = DecoderForCausalLM(model_config, tp, self.backend, max_model_len)
         options = WeightOptions(self.dtype, device.torch, config.deterministic, fuse)
         allocate(self.model, options, model_config.quant)
@@ -111,8 +108,10 @@ class ModelRunner:
         unit = 0 if self.shared_unit is None else self.shared_unit.sequences
         copies = max_seqs * min(max_seqs, self.block_size)  # a row's come from a block of each earlier row
         self.size = StepSize(max_tokens, max_seqs, self.max_blocks, unit, copies)  # of the largest step
-        self.staging = Staging(device, self.size)
-        self.routed = self.model.record_experts(max_tokens) if config.return_routed_experts else None
+        self.staging = Staging(device, self.size, len(self.layout.groups))
+        self.routed: torch.Tensor | None = None
+        if config.return_routed_experts and model_config.moe is not None:
+            self.routed = model_config.moe.record([*self.model.model.layers], max_tokens, device.torch)
         self.ending = Ending(self.model, tp, device, max_seqs, config.logprobs_mode)
         self._set_kv_cache(0)
 
@@ -151,8 +150,8 @@ class ModelRunner:
             batch = self._equal_batch(StepKind.PREFILL, 1, len(chunk), start + len(chunk))
             self.run(replace(batch, token_ids=chunk))
         contents = [layer.cache[:2] for layer in layers]
-        for layer, cache, windowed in zip(layers, caches, layout.windowed, strict=True):
-            layer.cache, layer.windowed = cache, windowed
+        for layer, cache, group in zip(layers, caches, layout.group_of, strict=True):
+            layer.cache, layer.group = cache, group
         set_scales(layers, contents, self.cache_dtype)
         self.kv_cache, self.layout = kept, layout
 
@@ -185,7 +184,7 @@ class ModelRunner:
     def _equal_batch(self, kind: StepKind, num_seqs: int, query_len: int, context_len: int) -> Batch:
         num_blocks = self.kv_cache.shape[2]
         batch = equal_batch(kind, num_seqs, query_len, context_len, self.block_size, num_blocks)
-        return replace(batch, window_tables=batch.block_tables) if self.layout.parts else batch
+        return replace(batch, tables=batch.tables * len(self.layout.groups))
 
     def measure_kv_cache(self, reserve: int) -> KVCacheSpace:
         """Return the device's memory for the KV cache besides `reserve` bytes, and the size of a block."""
@@ -247,8 +246,8 @@ class ModelRunner:
     def capture_cudagraph(self, progress: bool = False) -> None:
         """Capture decode steps for batch sizes that cover `max_num_seqs`, over the fixed input buffer; on a
         CPU, record the steps that follow."""
-        if not (self.config.enforce_eager or self.device.is_cuda or CHECKED or self.tp.size > 1):
-            self.recorded = RecordedSteps() if isa.has_kernels() else None
+        if not (self.config.enforce_eager or self.device.is_cuda or self.tp.size > 1):
+            self.recorded = cpu_door("recorded_steps")()
         if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
             return
 
@@ -269,8 +268,7 @@ class ModelRunner:
 
     def _make_step(self, shared: SharedRows | None, drawn: bool, rows: int) -> Callable[[], GraphOutput]:
         """A decode step of `rows` sequences over the fixed input buffer, to capture as a graph."""
-        tables = EMPTY_BATCH.block_tables if self.layout.parts else None
-        batch = replace(EMPTY_BATCH, window_tables=tables)
+        batch = replace(EMPTY_BATCH, tables=EMPTY_BATCH.tables * len(self.layout.groups))
         arrays = prepare_decode(batch, self.block_size, shared, self.max_model_len)
         inputs = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))()
         return lambda: self._graph_step(inputs, drawn)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.cpu.packed import PackedLinearMethod
 from nanovllm.formats.fp8.experts import Fp8ExpertsMethod
 from nanovllm.formats.fp8.kernels.gemv import fp8_gemv, use_fp8_gemv
 from nanovllm.formats.fp8.kernels.matmul import Fp8Weight, fp8_linear, use_scaled_mm
@@ -30,16 +29,10 @@ from nanovllm.formats.fp8.loading import (
 )
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import HAS_TRITON
-from nanovllm.quantization.base import (
-    ExpertsMethod,
-    Gated,
-    Kind,
-    LinearMethod,
-    Normed,
-    WeightOptions,
-    WeightShard,
-)
-from nanovllm.quantization.unquantized import QuantConfig, UnquantizedLinearMethod, dense_method
+from nanovllm.moe.experts import UnquantizedExpertsMethod
+from nanovllm.moe.method import ExpertsMethod
+from nanovllm.quantization.base import Gated, Kind, LinearMethod, Normed, WeightOptions, WeightShard
+from nanovllm.quantization.unquantized import QuantConfig, dense_method
 
 _LEAST_CAPABILITY = (8, 9)  # of GPUs that multiply FP8 values
 _MULTIPLE = 16  # of the inputs of a product in FP8
@@ -53,7 +46,7 @@ class Fp8LinearMethod(Fp8Method, LinearMethod):
     """
 
     # The dequantised weight, if there are no products in FP8.
-    dense: UnquantizedLinearMethod | PackedLinearMethod | None
+    dense: LinearMethod | None
     weight: Fp8Weight
     options: WeightOptions
 
@@ -202,7 +195,7 @@ class Fp8Config(QuantConfig):
 
     def experts(self, path: str) -> ExpertsMethod:
         if self._ignores((*self.names.of(path), *self.names.of_experts(path))):
-            return super().experts(path)
+            return UnquantizedExpertsMethod()
         return Fp8ExpertsMethod(self.stored, self.products, self.input_scales)
 
     def on(self, capability: tuple[int, int]) -> Fp8Config:

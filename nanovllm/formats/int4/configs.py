@@ -13,7 +13,9 @@ from typing import Any
 from nanovllm.formats.int4.experts import Int4ExpertsMethod
 from nanovllm.formats.int4.layouts import Int4Format, awq, gptq, pack_quantized
 from nanovllm.formats.int4.method import Int4LinearMethod
-from nanovllm.quantization.base import ExpertsMethod, Kind, LinearMethod
+from nanovllm.moe.experts import UnquantizedExpertsMethod
+from nanovllm.moe.method import ExpertsMethod
+from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.unquantized import QuantConfig
 
 _GROUPS = (32, 64, 128, -1)
@@ -46,7 +48,7 @@ class Int4Config(QuantConfig):
     def experts(self, path: str) -> ExpertsMethod:
         """In 4 bits, unless the first expert's last projection is one of the skipped."""
         if self._skips(self.names.of_experts(path)):
-            return super().experts(path)
+            return UnquantizedExpertsMethod()
         return Int4ExpertsMethod(self.format, self.packs)
 
     def _skips(self, names: tuple[str, ...], kind: Kind = "linear") -> bool:

@@ -21,7 +21,8 @@ from nanovllm.moe.kernels.grouped_matmul import experts_triton
 from nanovllm.moe.kernels.reference import experts_reference
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
-from nanovllm.quantization.base import ExpertsMethod, ExpertWeights, Normed, WeightOptions, WeightShard
+from nanovllm.moe.method import ExpertsMethod, ExpertWeights
+from nanovllm.quantization.base import Normed, WeightOptions, WeightShard
 
 
 class PackedExpertsMethod(ExpertsMethod):

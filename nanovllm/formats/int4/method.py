@@ -7,9 +7,9 @@ dequantised instead. Opens no file.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.cpu.packed import PackedLinearMethod
 from nanovllm.formats.int4.kernels.layout import Int4Weight
 from nanovllm.formats.int4.kernels.matmul import choose_int4_tile, int4_linear
 from nanovllm.formats.int4.kernels.values import dequantise
@@ -19,7 +19,7 @@ from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import multiprocessors, use_triton
 from nanovllm.kernels.matmul import linear
 from nanovllm.quantization.base import Gated, LinearMethod, Normed, WeightOptions, WeightShard
-from nanovllm.quantization.unquantized import UnquantizedLinearMethod, dense_method, torch_linear
+from nanovllm.quantization.unquantized import dense_method
 
 
 class Int4LinearMethod(Int4Method, LinearMethod):
@@ -41,7 +41,7 @@ class Int4LinearMethod(Int4Method, LinearMethod):
         """`words`, `scales` and perhaps `order`; dequantised `weight`, and perhaps `order`."""
         created = self.prepare(shards, options)
         self.deterministic, self.fuse = options.deterministic, options.fuse
-        self._dense: UnquantizedLinearMethod | PackedLinearMethod | None = None
+        self._dense: LinearMethod | None = None
         if not self.keeps_bits(options):
             self._dense = dense_method(shape, options)
             self._dense.create(layer, shape, shards, options)
@@ -122,5 +122,5 @@ class Int4LinearMethod(Int4Method, LinearMethod):
         elif residual is not None:
             out = residual.addmm_(x, dense.T)
         else:
-            out = torch_linear(x, dense, bias)
+            out = F.linear(x, dense, bias)
         return Activation.SILU.and_mul(out) if silu else out

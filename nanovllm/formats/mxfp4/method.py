@@ -21,7 +21,8 @@ from nanovllm.formats.int4.kernels.layout import MXFP4, check_mxfp4_scales, pack
 from nanovllm.formats.int4.loading import keeps_bits
 from nanovllm.formats.mxfp4.kernels.values import BYTES, GROUP, SCALE_NAN, dequantise_mxfp4
 from nanovllm.moe.experts import UnquantizedExpertsMethod
-from nanovllm.quantization.base import ExpertsMethod, ExpertWeights, WeightOptions, WeightShard, WeightSource
+from nanovllm.moe.method import ExpertsMethod, ExpertWeights
+from nanovllm.quantization.base import WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.unquantized import QuantConfig
 
 _KEY = "config.json: quantization_config"
@@ -124,7 +125,7 @@ class Mxfp4Config(QuantConfig):
 
     def experts(self, path: str) -> ExpertsMethod:
         if any(path.startswith(each) or fnmatchcase(path, each) for each in self.skipped):
-            return super().experts(path)
+            return UnquantizedExpertsMethod()
         return Mxfp4ExpertsMethod(self.packs)
 
     def on(self, capability: tuple[int, int]) -> QuantConfig:

@@ -20,7 +20,7 @@ from nanovllm.attention import backends
 from nanovllm.batch import StepKind
 from nanovllm.device import Device
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.quantization import unquantized
+from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 from nanovllm.runner import model_runner, shared_prefixes
 from nanovllm.runner.cuda_graph import CUDAGraphs
 from nanovllm.runner.model_runner import GraphOutput
@@ -102,7 +102,7 @@ def test_deterministic(model: Path, prompts: list, expected: list, monkeypatch: 
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 11)]
     with make_tiny(model, deterministic=True, kvcache_block_size=16, max_num_batched_tokens=23) as llm:
         assert inside.runner(llm).backend.name == "triton"
-        monkeypatch.setattr(unquantized, "torch_linear", None)
+        monkeypatch.setattr(UnquantizedLinearMethod, "by_torch", None)
         outputs = llm.generate(prompts[3:5], params, use_tqdm=False)
         assert tokens(outputs) == [expected[3][:2], expected[4][:11]]
         [longer] = llm.generate([prompts[4] + expected[4][:9]], params[:1], use_tqdm=False)

@@ -14,16 +14,11 @@ from tiny_models import edit_json, write_tiny_model
 from torch import nn
 
 from nanovllm.cpu import isa
+from nanovllm.cpu.dense import ONEDNN_NUMEL, ReorderedLinearMethod, torch_linear
 from nanovllm.models.weights import init_dummy_weights, load_weights
 from nanovllm.quantization.base import Kind, LinearMethod, WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.registry import QUANTIZATIONS
-from nanovllm.quantization.unquantized import (
-    ONEDNN_NUMEL,
-    QuantConfig,
-    ReorderedLinearMethod,
-    dense_method,
-    torch_linear,
-)
+from nanovllm.quantization.unquantized import QuantConfig, dense_method
 
 
 class Int8LinearMethod(LinearMethod):
