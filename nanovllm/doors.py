@@ -108,12 +108,17 @@ BACKENDS = {
 }
 # The ranks of a model beyond one, as `runner.ranks.OneRank`.
 RANKS: Table[Any] = Table({"processes": "parallel.ranks:Ranks"})
-# What text needs of chat templates: the process that applies them, and the token by which one ends an answer.
-CHAT = {"process": "chat.templates:TemplateProcess", "written_end": "chat.ends:with_written_end"}
+# What text needs of a model's files.
+TEXT = {
+    "match_files": "formats.tokenizer_json.match:match_files",  # makes a tokenizer give the ids of its files
+    "templates": "chat.templates:TemplateProcess",  # applies chat templates
+    "written_end": "chat.ends:with_written_end",  # the token by which a template ends an answer
+}
 # What is known of other libraries: their arguments by call, and what to write instead of one of their names.
 OTHER_NAMES = {"arguments": "vllm.arguments:ARGUMENTS", "elsewhere": "vllm.arguments:elsewhere"}
 # What a request may ask for besides tokens by temperature, filters and penalties.
 EXTRAS = {
+    "embedding": "extras.embedding:read_embedding_defaults",  # as a model's files state them
     "params": "extras.params:checked",  # checks these sampling parameters
     "guarded": "extras.logits_processors:GuardedProcessors",  # whose errors end one request
     "call_processor": "extras.logits_processors:call_processor",

@@ -57,6 +57,7 @@ DOCS = [
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "findings/README.md",
 ]
+DOORS_PAGES = [path for path in sorted(PACKAGE.glob("*/README.md")) if path.parent.name != "demo_model"]
 README = DOCS[0].read_text()
 OPTIONS = (ROOT / "docs/options.md").read_text()
 FIELDS = {
@@ -133,14 +134,16 @@ def test_lines_are_short() -> None:
     assert not long
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*DOCS, *DOORS_PAGES], ids=lambda path: "/".join(path.parts[-2:]))
 def test_files_that_are_named_exist(path: Path) -> None:
-    """Paths start at the project's folder or at the package; a file that does not exist yet is called new."""
+    """Paths start at the project's folder, at the package or, on a page of a door, at the door or its
+    kernels; a file that does not exist yet is called new."""
+    folders = ROOT, PACKAGE, path.parent, path.parent / "kernels"
     text = re.sub(r"new `[^`]+`", "", path.read_text())
     quoted = re.findall(r"`([^`\n]+)`", text)
     named = re.findall(r"[\w./-]+\.(?:py|md|toml)\b", " ".join(quoted))
     for name in [*named, *(each for each in quoted if re.fullmatch(r"[\w/]+/", each))]:
-        assert (ROOT / name).exists() or (PACKAGE / name).exists(), name
+        assert any((folder / name).exists() for folder in folders), name
 
 
 def test_names_of_the_code_exist_in_the_design() -> None:

@@ -73,7 +73,10 @@ class Forms:
         return found
 
     def _find(self, role: str, given: Form) -> Form:
-        forms = [Form(*each) for each in product(_CONTENTS[given.content], _ARGUMENTS[given.arguments])]
+        forms = [
+            Form(content, arguments)
+            for content, arguments in product(_CONTENTS[given.content], _ARGUMENTS[given.arguments])
+        ]
         # Some templates drop a content beside tool calls: then the form of the calls is what counts.
         for words in (_WORDS, ()) if given.arguments else (_WORDS,):
             best, most = forms[0], 0

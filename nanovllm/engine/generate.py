@@ -149,5 +149,4 @@ class Generation(LLMEngine):
             with suppress(EngineClosedError), self._lifecycle.calling(ready):  # closed: nothing to abort
                 self._executor.clear()
             self._awaited = None
-            self._times.drop_parts()
             self._lifecycle.end_stream()

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 from nanovllm.config import Config
 from nanovllm.engine.core import Core
 from nanovllm.engine.executor import Executor, Stepped
-from nanovllm.engine.metrics import RequestTimes
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.requests import check_can_run, refused_output
 from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
@@ -74,7 +73,9 @@ class LLMEngine:
         warn_of_options(self.config, opened.max_model_len, longest)
         self._next_id = 0  # of the next request
         self._awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
-        self._counters, self._times = Counters(), RequestTimes()
+        self._counters = Counters()
+        # Receives all outputs, whole or in parts.
+        self._on_outputs: Callable[[Sequence[RequestOutput]], object] = lambda outputs: None
         self._lifecycle = Lifecycle(self, self._processor.close, self._executor.close)
 
     @property
@@ -143,7 +144,7 @@ class LLMEngine:
 
     def _abort_between_steps(self, request_id: str | int) -> RequestOutput | None:
         aborted, parts = self._executor.abort(request_id)
-        self._times.add(parts)
+        self._on_outputs(parts)
         if self._awaited is not None:
             self._awaited += parts
         return aborted
@@ -248,7 +249,7 @@ class LLMEngine:
         first_id, first_index, prompts, params, where = self._next_id, *batch
         made = self._processor.make_requests(prompts, params, where, first_id, first_index, on_error)
         requests = [change(each) if isinstance(each, Request) else each for each in made]
-        fitting = [attempt(self._fitting, *row) for row in zip(requests, where, strict=True)]
+        fitting = [attempt(self._fitting, each, name) for each, name in zip(requests, where, strict=True)]
         if on_error == "raise":
             raise_first(fitting)
         self._next_id = first_id + len(prompts)
@@ -297,7 +298,7 @@ class LLMEngine:
         if step.share is not None:
             self._counters.record(step.share, perf_counter())
         if step.outputs:
-            self._times.add(step.outputs)
+            self._on_outputs(step.outputs)
         if step.stats is not None and self.on_step is not None:
             self.on_step(step.stats)
         return step

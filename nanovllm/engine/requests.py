@@ -22,7 +22,7 @@ from nanovllm.doors import EXTRAS, Table
 from nanovllm.errors import BadRow
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed, unlisted
 from nanovllm.plan.sequence import Sequence
-from nanovllm.text.detokenizer import LONGEST_CUT, StopStrings
+from nanovllm.text.detokenizer import LONGEST_CUT
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, Request
 
@@ -69,7 +69,7 @@ class _StreamState:
 
     state: _RequestState
     index: int
-    text: StopStrings | None  # decodes its tokens; None if outputs have no text
+    text: Any  # `StopStrings`, which decodes its tokens; None if outputs have no text
     num_tokens: int = 0
     num_characters: int = 0
     before: list[int] = field(default_factory=list)  # the last yielded tokens
@@ -85,7 +85,7 @@ class Requests:
         self._seq_ids = count()
         self._states: dict[str, _RequestState] = {}  # by request id
         self._owners: dict[int, _RequestState] = {}  # by id of each unfinished sequence
-        self._stops: dict[int, StopStrings] = {}  # by id of each unfinished sequence with stop strings
+        self._stops: dict[int, Any] = {}  # `StopStrings` by id of each unfinished sequence with stop strings
         self._streams: dict[int, _StreamState] = {}  # by id of each unfinished sequence, with `yields_deltas`
         self.yields_deltas = False  # whether `parts` returns parts of answers
         self._epoch = time() - perf_counter()  # converts perf_counter to seconds since 1970
@@ -239,11 +239,18 @@ class Requests:
     def _output(self, state: _RequestState, now: float) -> RequestOutput:
         first = state.sequences[0]
         completions = [state.completions[index] for index in range(state.request.params.n)]
-        prompt = first.prompt_logprobs, state.num_cached_tokens, first.pooled
         failed = [seq for seq in state.sequences if seq.rules and seq.finish_reason == "error"]
         dead_end = _EXTRAS["dead_end"](failed) if failed else None
         metrics = self._metrics(state, now)
-        return self.processor.output(state.request, completions, metrics, *prompt, dead_end=dead_end)
+        return self.processor.output(
+            state.request,
+            completions,
+            metrics,
+            first.prompt_logprobs,
+            state.num_cached_tokens,
+            first.pooled,
+            dead_end,
+        )
 
     def clear(self) -> None:
         """Forget all requests; ids continue to count up."""

@@ -14,8 +14,8 @@ from nanovllm.attention.base import cache_dtype
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device, cpu_door
-from nanovllm.extras.embedding import EmbeddingDefaults, embedding_defaults
-from nanovllm.models.checkpoint import GENERATION_FILE
+from nanovllm.doors import EXTRAS, Table
+from nanovllm.models.checkpoint import GENERATION_FILE, MODULES_FILE
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import Hub, load_model_config, open_checkpoint, resolve_model_path
 from nanovllm.models.weights import check_weights, find_head
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nanovllm")
 
 TABLE_BYTES = 2**30  # the most that tables for each position take on a CPU
+_EXTRAS: Table[Any] = Table(EXTRAS)
 _CPU_STEP = 2048  # prompt tokens of a step on a CPU: activations of more do not stay in its caches
 _LARGEST_BLOCK = 256  # tokens; no attention backend has larger blocks by default
 
@@ -49,7 +50,7 @@ class OpenedModel(NamedTuple):
     max_model_len: int  # the one asked for, or the longest that the model supports
     defaults: dict[str, Any]  # sampling parameters that the model recommends
     processor: Processor
-    embedding: EmbeddingDefaults
+    embedding: Any  # how its files make embeddings of hidden states; None: they do not say it
 
 
 def open_model(config: Config) -> OpenedModel:
@@ -84,25 +85,10 @@ def open_model(config: Config) -> OpenedModel:
     processor = make_processor(config, path, model_config)
     if config.load_format == "auto":
         check_weights(model_config, path)
-    embedding = read_embedding_defaults(path, model_config)
+    embedding = None
+    if (path / MODULES_FILE).is_file():
+        embedding = _EXTRAS["embedding"](path, model_config)
     return OpenedModel(config, path, model_config, max_model_len, defaults, processor, embedding)
-
-
-def read_embedding_defaults(path: Path, model_config: ModelConfig) -> EmbeddingDefaults:
-    """How the files in `path` make embeddings. ValueError if the model can do nothing else, and they ask for
-    what is not supported."""
-    found = embedding_defaults(path)
-    if found.problem and not model_config.has_head:
-        raise ValueError(f"{found.problem}, and this model has no LM head, so it only makes embeddings")
-    if found.note:
-        logger.warning("%s", found.note)
-    if (found.cut or model_config.longest) < model_config.longest:
-        logger.warning(
-            "sentence-transformers' files cut texts off after %d tokens, and embed() does not; pass shorter "
-            "texts for the same embeddings",
-            found.cut,
-        )
-    return found
 
 
 def _dtypes(device: Device, model_config: ModelConfig) -> tuple[str, str]:

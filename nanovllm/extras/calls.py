@@ -9,13 +9,14 @@ from typing import Any
 from nanovllm.engine.generate import Generation
 from nanovllm.errors import raise_first
 from nanovllm.extras.beams import BeamSearchParams
+from nanovllm.extras.continuations import Pair, encode_continuations, parse_continuations, parse_pairs
+from nanovllm.extras.embedding import EmbeddingDefaults
 from nanovllm.extras.scoring import beam_search, embedding_output, parse_pooling_params, score_output
 from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, ScoreOutput
 from nanovllm.params import SamplingParams
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.text.prompts import Prompt, parse_prompts, show
-from nanovllm.text.tokenizer import Pair, encode_continuations, parse_continuations, parse_pairs
 
 
 @calls_of_llm
@@ -84,7 +85,7 @@ class ExtraCalls(Generation):
         """
         self._lifecycle.check_open()
         refuse_others(ExtraCalls.embed, others)
-        stated = self._embedding
+        stated = self._embedding or EmbeddingDefaults()
         if pooling is None and stated.problem:
             raise ValueError(f"{stated.problem}; pass pooling='last' or 'mean' for hidden states as they are")
         pooling = stated.pooling if pooling is None else pooling

@@ -5,6 +5,7 @@ Reads modules.json and what it names. Computes nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -12,6 +13,9 @@ from typing import Any
 
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.checkpoint import MODULES_FILE, read_json, read_json_list, shortened
+from nanovllm.models.config import ModelConfig
+
+_logger = logging.getLogger("nanovllm")
 
 PROMPTS_FILE = "config_sentence_transformers.json"
 # Each with the key of the most tokens of a text: of versions before 6, and of later ones.
@@ -67,6 +71,23 @@ def embedding_defaults(folder: Path) -> EmbeddingDefaults:
     lengths = (_optional(folder / name).get(key) for name, key in _LENGTHS)
     cut = next((each for each in lengths if isinstance(each, int) and each > 0), None)
     return EmbeddingDefaults(pooling or "last", normalize, problem, _note(folder), cut)
+
+
+def read_embedding_defaults(path: Path, model_config: ModelConfig) -> EmbeddingDefaults:
+    """How the files in `path` make embeddings. ValueError if the model can do nothing else, and they ask for
+    what is not supported."""
+    found = embedding_defaults(path)
+    if found.problem and not model_config.has_head:
+        raise ValueError(f"{found.problem}, and this model has no LM head, so it only makes embeddings")
+    if found.note:
+        _logger.warning("%s", found.note)
+    if (found.cut or model_config.longest) < model_config.longest:
+        _logger.warning(
+            "sentence-transformers' files cut texts off after %d tokens, and embed() does not; pass shorter "
+            "texts for the same embeddings",
+            found.cut,
+        )
+    return found
 
 
 def _optional(file: Path) -> dict[str, Any]:

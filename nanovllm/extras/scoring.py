@@ -66,8 +66,10 @@ def beam_search(
         stop = beam.tokens[-1] if reason == "stop" else None
         is_cut = stop is not None and not params.include_stop_str_in_output
         text = decode(beam.tokens[:-1] if is_cut else beam.tokens)
-        values = beam.tokens, beam.logprobs, text, beam.cum_logprob, reason, stop
-        return BeamSearchSequence(*values, score=score(beam))
+        value = score(beam)
+        return BeamSearchSequence(
+            beam.tokens, beam.logprobs, text, beam.cum_logprob, reason, stop_reason=stop, score=value
+        )
 
     for _ in range(params.max_tokens):
         beams = [beam for group in running for beam in group]

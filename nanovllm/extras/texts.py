@@ -1,5 +1,6 @@
 """ExtraTexts: what a `Processor` does for requests with more than a prompt: compiles their constraints,
-tokenises bad words, gives logprobs the text of their tokens, and says why no token was left.
+tokenises bad words, searches for stop strings, gives logprobs the text of their tokens, says why no token was
+left, and refuses texts that are too long to tokenise.
 
 Keeps no request.
 """
@@ -14,21 +15,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanovllm.batch import TokenLogprobs
+from nanovllm.checks import pack_token_ids
+from nanovllm.extras.least_tokens import LeastTokens
 from nanovllm.extras.logits_processors import GuardedProcessors
 from nanovllm.extras.logprobs import LogprobDicts, join_parts, join_rows
+from nanovllm.extras.stop_strings import StopSearch, StopStrings, text_stream
 from nanovllm.extras.structured import Constraint, GrammarCompiler
 from nanovllm.outputs import CompletionOutput, changed
 from nanovllm.params import SamplingParams
-from nanovllm.text.detokenizer import CUT, LONGEST_CUT
+from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer
 from nanovllm.text.processor import Processor, needs_tokenizer
 from nanovllm.text.prompts import Request
-from nanovllm.text.token_ids import pack_token_ids
-from nanovllm.text.tokenizer import encode
+from nanovllm.text.tokenizer import encode, num_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CACHE_SIZE = 16  # lists of bad words; the longest take a few megabytes
+_CACHE_SIZE = 16  # lists of stop strings and of bad words; the longest take a few megabytes
 
 
 class ExtraTexts:
@@ -38,7 +41,10 @@ class ExtraTexts:
         self._processor = processor
         self.grammars: GrammarCompiler | None = None  # created on first use
         self._decoded: dict[int, str] = {}  # the text of single tokens
+        self._least_tokens: LeastTokens | None = None  # created on first use
+        # Rows of a job often have equal lists, each its own copy.
         self._bad_words = lru_cache(_CACHE_SIZE)(bad_word_ids)
+        self._searches = lru_cache(_CACHE_SIZE)(StopSearch)
 
     def compiled(self, params: SamplingParams) -> tuple[tuple[tuple[int, ...], ...], Constraint | None]:
         """The token ids of bad words, and the compiled constraint. ValueError and ImportError as in
@@ -56,7 +62,7 @@ class ExtraTexts:
         if params.bad_words:
             assert tokenizer is not None
             bad_words = self._bad_words(tokenizer, tuple(params.bad_words))
-            pack_token_ids([*chain(*bad_words)], vocab_size, "bad_words", ordered=False)
+            pack_token_ids(list(chain.from_iterable(bad_words)), vocab_size, "bad_words", ordered=False)
         try:
             constraint = self.constraint(params)
         except ValueError as error:
@@ -73,6 +79,26 @@ class ExtraTexts:
             ends = self._processor.eos_token_ids
             self.grammars = GrammarCompiler(tokenizer, self._processor.vocab_size, ends)
         return self.grammars.constraint(params.structured_outputs)
+
+    def stop_strings(self, request: Request, detokenizer: Detokenizer) -> StopStrings:
+        """What searches one completion of the request; the list of stop strings may be empty."""
+        stream = text_stream(detokenizer, request.prompt_token_ids)
+        search = self._searches(tuple(request.params.stop or ()))
+        return StopStrings(search, stream, request.params.min_tokens)
+
+    def check_length(self, text: str, where: str, max_model_len: int) -> None:
+        """As `Processor.check_length`, for a long text."""
+        tokenizer = self._processor.tokenizer
+        assert tokenizer is not None
+        if self._least_tokens is None or self._least_tokens.tokenizer is not tokenizer:
+            self._least_tokens = LeastTokens(tokenizer)
+        most = max_model_len + 1  # for the last token of a text that is scored needs no room
+        least = self._least_tokens.of(text, most)
+        if least > most:
+            raise ValueError(
+                f"{where} has {num_bytes(text):,} bytes, which are at least {least:,} tokens, and "
+                f"max_model_len={max_model_len}; shorten it"
+            )
 
     def with_logprobs(
         self,

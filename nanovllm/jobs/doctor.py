@@ -20,13 +20,13 @@ from nanovllm.device import Device
 from nanovllm.engine.startup import (
     find_tokenizer,
     overridden,
-    read_embedding_defaults,
     read_generation_config,
     read_model_config,
     recommended_params,
     resolve_max_model_len,
 )
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError
+from nanovllm.extras.embedding import read_embedding_defaults
 from nanovllm.jobs.check import version
 from nanovllm.jobs.errors import ANSWERED, REFUSED
 from nanovllm.jobs.job import engine_options

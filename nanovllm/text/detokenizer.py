@@ -1,22 +1,17 @@
-"""Detokenizer: the text of an output, whole or in parts; StopStrings searches it for stop strings.
-
-Decodes each token once and reads each character once, however many stop strings there are. Ends nothing and
-keeps no request.
-"""
+"""Detokenizer: the text of a whole output. Keeps no request; `extras/stop_strings.py` decodes in parts."""
 
 from __future__ import annotations
 
 import codecs
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CONTEXT = 4  # last tokens of the prompt that influence how an output is decoded
+CONTEXT = 4  # last tokens of the prompt that influence how an output is decoded
 CUT = "\ufffd"  # what decoders write for bytes that are no character
 _CACHE_SIZE = 1000  # cached contexts
 LONGEST_CUT = 3  # maximum bytes of an incomplete character
@@ -58,7 +53,7 @@ class Detokenizer:
             fast = None
         self._decode_ids = tokenizer.decode if fast is None else fast.decode
         # Whether decoding in parts and joining gives the same text, except for split characters.
-        self._joins = fast is not None and type(fast.decoder).__name__ == "ByteLevel"
+        self.joins = fast is not None and type(fast.decoder).__name__ == "ByteLevel"
         self._bytes_of_tokens: dict[int, bytes] = {}
         # `whole_characters` of a context; cached, because prompts often have the same end.
         self._before = lru_cache(_CACHE_SIZE)(lambda context: self.whole_characters(list(context)))
@@ -67,7 +62,7 @@ class Detokenizer:
         """Return the text of `output_ids`, which follow `prompt_ids`."""
         if not output_ids:
             return ""
-        if self._joins:
+        if self.joins:
             text = self.decode(output_ids)
             if not (text.startswith(CUT) or text.endswith(CUT)):
                 return text
@@ -81,10 +76,6 @@ class Detokenizer:
             return both[len(before) :]
         before = self.decode(context)  # the output continues the prompt's character and does not finish it
         return both[len(before) :] if both.startswith(before) else self.decode(output_ids)
-
-    def stream(self, prompt_ids: Sequence[int]) -> _TextStream:
-        """Return a decoder for the tokens that follow `prompt_ids`, one at a time."""
-        return (_ByteStream if self._joins else _WindowStream)(self, prompt_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text, for byte-level tokenizers."""
@@ -101,7 +92,7 @@ class Detokenizer:
         """The last few tokens of the prompt that are text. A run of byte tokens is never split."""
         start = first = len(prompt_ids)
         count = 0
-        while start > 0 and (count < _CONTEXT or prompt_ids[first] in self._bytes):
+        while start > 0 and (count < CONTEXT or prompt_ids[first] in self._bytes):
             start -= 1
             if prompt_ids[start] not in self.skipped:
                 count, first = count + 1, start
@@ -152,174 +143,3 @@ class Detokenizer:
             return bytes(BYTE_OF_LETTER[letter] for letter in token)
         except KeyError:
             return token.encode(errors="replace")
-
-
-class _ByteStream:
-    """A _TextStream for byte-level tokenizers, which can decode each token alone."""
-
-    def __init__(self, detokenizer: Detokenizer, prompt_ids: Sequence[int]) -> None:
-        self._bytes = detokenizer.token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        for token_id in detokenizer.context(prompt_ids):  # a character may begin there
-            self._utf8.decode(self._bytes(token_id))
-        self._continues = detokenizer.continues
-        self._begins = True  # no text of the output has come yet
-
-    def append(self, token_id: int) -> str:
-        new = self._bytes(token_id)
-        if new and self._begins:
-            self._begins = False
-            if not self._continues(token_id):
-                self._utf8.reset()
-        return self._utf8.decode(new)
-
-
-class _WindowStream:
-    """A _TextStream for all other tokenizers: decodes each token together with a few previous tokens."""
-
-    def __init__(self, detokenizer: Detokenizer, prompt_ids: Sequence[int]) -> None:
-        self._detokenizer = detokenizer
-        # Runs of tokens that begin and end at character boundaries; only the prompt may end within one.
-        self._chunks = deque([detokenizer.context(prompt_ids)], maxlen=_CONTEXT)
-        self._chunk: list[int] = []
-        self._num_written = 0  # characters of the chunk's text
-        self._before, self._context_is_cut = "", False  # what the chunks decode to
-        self._begin_chunk()
-
-    def append(self, token_id: int) -> str:
-        if token_id in self._detokenizer.skipped:
-            return ""
-        if self._context_is_cut and not self._chunk and not self._detokenizer.continues(token_id):
-            self._before = self._detokenizer.decode(self._context)
-            self._context_is_cut = False
-        self._chunk.append(token_id)
-        text, is_cut = self._detokenizer.whole_characters(self._context + self._chunk)
-        if text.startswith(self._before):
-            text = text[len(self._before) :]
-        else:  # the context ended with bytes that do not become a character
-            text, is_cut = self._detokenizer.whole_characters(self._chunk)
-        new = text[self._num_written :]
-        if is_cut:
-            self._num_written = len(text)
-        else:
-            if self._context_is_cut:
-                self._chunks[-1] += self._chunk
-            else:
-                self._chunks.append(self._chunk)
-            self._begin_chunk()
-        return new
-
-    def _begin_chunk(self) -> None:
-        self._context = [token_id for chunk in self._chunks for token_id in chunk]
-        self._before, self._context_is_cut = self._detokenizer.whole_characters(self._context)
-        self._chunk, self._num_written = [], 0
-
-
-# Decodes one output token by token: `append` takes the next token and returns the new whole characters.
-# Returned characters never change later.
-_TextStream: TypeAlias = _ByteStream | _WindowStream
-
-
-class StopSearch:
-    """The search for some stop strings, for any number of texts: the automaton of Aho and Corasick (1975).
-
-    A state is the longest end of the text so far that begins a stop string, or is one. State 0 is empty.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        """stops: non-empty strings; the list may be empty."""
-        self.stops = tuple(stops)
-        self._longer: list[dict[str, int]] = [{}]  # the states with one more character
-        ends: dict[int, int] = {}  # the first stop string that each state is, by index
-        for index, stop in enumerate(stops):
-            state = 0
-            for letter in stop:
-                state = self._longer[state].setdefault(letter, len(self._longer))
-                if state == len(self._longer):
-                    self._longer.append({})
-            ends.setdefault(state, index)
-        self.shorter = [0] * len(self._longer)  # the longest end of each state that is another state
-        self._found = [ends.get(state, -1) for state in range(len(self._longer))]
-        self.num_held = [0] * len(self._longer)  # characters of each state that may begin a stop string
-        layer, length = [0], 0
-        while layer := [child for state in layer for child in self._finish(state)]:
-            length += 1
-            for state in layer:
-                has_longer = bool(self._longer[state])
-                self.num_held[state] = length if has_longer else self.num_held[self.shorter[state]]
-
-    def _finish(self, state: int) -> Iterable[int]:
-        """Compute, for the states with one more character, what follows from shorter states; return them."""
-        for letter, longer in self._longer[state].items():
-            shorter = self.after(self.shorter[state], letter) if state else 0
-            self.shorter[longer] = shorter
-            found = [index for index in (self._found[longer], self._found[shorter]) if index >= 0]
-            self._found[longer] = min(found, default=-1)
-        return self._longer[state].values()
-
-    def after(self, state: int, letter: str) -> int:
-        """The state after the next character."""
-        while letter not in self._longer[state]:
-            if not state:
-                return 0
-            state = self.shorter[state]
-        return self._longer[state][letter]
-
-    def found(self, state: int) -> str | None:
-        """The stop string that ends where the text ends; of several, the first one in the list."""
-        index = self._found[state]
-        return None if index < 0 else self.stops[index]
-
-
-class StopStrings:
-    """The text of one completion, searched for the stop strings of its request.
-
-    The match that ends first counts; if several end at the same character, the first one in the list.
-    """
-
-    def __init__(self, search: StopSearch, stream: _TextStream, min_tokens: int = 0) -> None:
-        """min_tokens: matches that end within this number of tokens do not count."""
-        self.search = search
-        self._state = 0  # of the search, after all text so far
-        self._min_tokens = min_tokens
-        self._stream = stream
-        self._parts: list[str] = []
-        self._num_taken = 0  # parts that `take` returned
-        self._held = ""  # the end of the text that `take` holds back: a stop string may begin there
-        self._end = 0  # end of the match, counted from the end of the text
-        self.found: str | None = None
-        self.num_tokens = 0  # up to and including the token that completed the match
-
-    def append(self, token_id: int) -> bool:
-        """Decode the next token; return whether a stop string was found. Later tokens are ignored."""
-        if self.found is not None:
-            return True
-        self.num_tokens += 1
-        new = self._stream.append(token_id)
-        if not new:
-            return False
-        self._parts.append(new)
-        if not self.search.stops:
-            return False
-        for position, letter in enumerate(new, 1):
-            self._state = self.search.after(self._state, letter)
-            found = self.search.found(self._state)
-            if found is not None and self.num_tokens > self._min_tokens:
-                self.found, self._end = found, len(new) - position
-                return True
-        return False
-
-    def take(self) -> str:
-        """Return the new text since the last call. Text that may be the beginning of a stop string is held
-        back, because it may be cut off later."""
-        text = self._held + "".join(self._parts[self._num_taken :])
-        self._num_taken = len(self._parts)
-        end = len(text) - self.search.num_held[self._state]
-        self._held = text[end:]
-        return text[:end]
-
-    def text(self, include: bool) -> str:
-        """Return the text before the stop string that was found. include: with the stop string."""
-        assert self.found is not None
-        text = "".join(self._parts)
-        return text[: len(text) - self._end - (0 if include else len(self.found))]

@@ -7,28 +7,26 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from nanovllm.batch import TokenLogprobs
-from nanovllm.doors import CHAT, EXTRAS, Table
+from nanovllm.checks import pack_token_ids
+from nanovllm.doors import EXTRAS, TEXT, Table
 from nanovllm.errors import BadRow, attempt
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.params import SamplingParams
-from nanovllm.text.detokenizer import Detokenizer, StopSearch, StopStrings
+from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.prompts import Prompt, Request
-from nanovllm.text.token_ids import pack_token_ids
-from nanovllm.text.tokenizer import LeastTokens, encode, num_bytes
+from nanovllm.text.tokenizer import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHAT: Table[Any] = Table(CHAT)
+_TEXT: Table[Any] = Table(TEXT)
 _EXTRAS: Table[Any] = Table(EXTRAS)
-_CACHE_SIZE = 16  # lists of stop strings and of bad words; the longest take a few megabytes
-
 LONG_TEXT = 2**16  # characters; a shorter text is tokenised, whatever its length may turn out to be
 # The tokenised sampling parameters: `stop_token_ids`, `bad_words` and `constraint` of a Request.
 _OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], Any]
@@ -50,10 +48,7 @@ class Processor:
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self.max_logprobs = max_logprobs
         self.max_model_len: int | None = None  # a text that cannot fit is not tokenised; None: no limit
-        self._least_tokens: LeastTokens | None = None  # created on first use
         self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are skipped
-        # Rows of a job often have equal lists, each its own copy.
-        self._searches = lru_cache(_CACHE_SIZE)(StopSearch)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -63,12 +58,12 @@ class Processor:
 
     def add_written_end(self) -> None:
         """Have answers end by the token, too, that the chat template writes after them."""
-        self._eos_token_ids = _CHAT["written_end"](self.tokenizer, self.eos_token_ids, self.templates)
+        self._eos_token_ids = _TEXT["written_end"](self.tokenizer, self.eos_token_ids, self.templates)
 
     @property
     def templates(self) -> Any:
         """The process that applies chat templates; any thread may be the first to use it."""
-        return vars(self).get("_templates") or vars(self).setdefault("_templates", _CHAT["process"]())
+        return vars(self).get("_templates") or vars(self).setdefault("_templates", _TEXT["templates"]())
 
     def close(self) -> None:
         """End that process, if there is one."""
@@ -108,18 +103,26 @@ class Processor:
             meaning = known[id(param)]
             if isinstance(meaning, Exception):
                 raise ValueError(f"{name}: {meaning}")
-            first_scored = None if param.prompt_logprobs is None else 1
-            own = param.guarded() if on_error == "return" else param
-            rest = (own, *meaning, first_index + row, first_scored)
-            return Request(first_id + row, prompt.text, token_ids, *rest)
+            stop_token_ids, bad_words, constraint = meaning
+            return Request(
+                first_id + row,
+                prompt.text,
+                token_ids,
+                param.guarded() if on_error == "return" else param,
+                stop_token_ids,
+                bad_words,
+                constraint,
+                index=first_index + row,
+                first_scored=None if param.prompt_logprobs is None else 1,
+            )
 
         return [
             attempt(make, row, prompt) if isinstance(prompt, Prompt) else prompt
             for row, prompt in enumerate(prompts)
         ]
 
-    def stop_strings(self, request: Request, always: bool = False) -> StopStrings | None:
-        """Return a StopStrings for one completion of the request; None if it has no stop strings.
+    def stop_strings(self, request: Request, always: bool = False) -> Any:
+        """Return the `StopStrings` of one completion of the request; None if it has no stop strings.
 
         always: return one even without stop strings, to decode the text in parts; None only if outputs have
         no text.
@@ -127,9 +130,7 @@ class Processor:
         has_text = self.tokenizer is not None and request.params.detokenize
         if not (request.params.stop or (always and has_text)):
             return None
-        stream = self._detokenizer(request.params).stream(request.prompt_token_ids)
-        search = self._searches(tuple(request.params.stop or ()))
-        return StopStrings(search, stream, request.params.min_tokens)
+        return self.extras.stop_strings(request, self._detokenizer(request.params))
 
     def completion(
         self, request: Request, index: int, token_ids: list[int], finish_reason: str, stop_token: int | None
@@ -143,7 +144,7 @@ class Processor:
         return CompletionOutput(index, text, token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
 
     def stopped_completion(
-        self, request: Request, index: int, token_ids: list[int], stop: StopStrings
+        self, request: Request, index: int, token_ids: list[int], stop: Any
     ) -> CompletionOutput:
         """Return completion `index` of the request, in which `stop` has found a stop string."""
         text = stop.text(request.params.include_stop_str_in_output)
@@ -206,17 +207,8 @@ class Processor:
 
     def check_length(self, text: str, where: str) -> None:
         """ValueError for a text that cannot fit, however the rest of its request is. Tokenises nothing."""
-        if self.tokenizer is None or self.max_model_len is None or len(text) < LONG_TEXT:
-            return
-        if self._least_tokens is None or self._least_tokens.tokenizer is not self.tokenizer:
-            self._least_tokens = LeastTokens(self.tokenizer)
-        most = self.max_model_len + 1  # for the last token of a text that is scored needs no room
-        least = self._least_tokens.of(text, most)
-        if least > most:
-            raise ValueError(
-                f"{where} has {num_bytes(text):,} bytes, which are at least {least:,} tokens, and "
-                f"max_model_len={self.max_model_len}; shorten it"
-            )
+        if self.tokenizer is not None and self.max_model_len is not None and len(text) >= LONG_TEXT:
+            self.extras.check_length(text, where, self.max_model_len)
 
     def decode(self, token_ids: list[int]) -> str | None:
         """The text of tokens; None without a tokenizer."""

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from nanovllm.checks import packed_ints
 from nanovllm.checks import show as show_value
 from nanovllm.errors import BadRow, attempt
 from nanovllm.inputs import PromptLike
 from nanovllm.names import refuse_unknown
 from nanovllm.params import SamplingParams
-from nanovllm.text.token_ids import packed_ints
 
 _NUMBERS = (int, float, np.number)  # elements of a list that is one prompt
 _KEYS = ("prompt", "prompt_token_ids")  # of a dictionary

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.chat.calls import ChatCalls
 from nanovllm.chat.conversations import Conversation, check_template_options
-from nanovllm.engine.metrics import engine_metrics
 from nanovllm.engine.progress import Progress
 from nanovllm.errors import BadRow, raise_first
 from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
@@ -22,7 +22,8 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.residency.calls import ResidencyCalls
 from nanovllm.residency.runner import FailedCall, RankView
-from nanovllm.text.prompts import Prompt, PromptBatch, parse_prompts, show
+from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, parse_prompts, show
+from nanovllm.vllm.metrics import RequestTimes, engine_metrics
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +35,10 @@ _Engine = TypeVar("_Engine", bound="VLLMCalls")
 class VLLMCalls(ChatCalls, ResidencyCalls):
     """An engine with vLLM's further calls."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._times = RequestTimes()
+        self._on_outputs = self._times.add
         self._own_ids: dict[str, str] = {}  # by the engine's request id: the id that the caller gave
 
     @classmethod
@@ -188,6 +191,12 @@ class VLLMCalls(ChatCalls, ResidencyCalls):
             *engine_metrics(self.stats(), self.config.enable_prefix_caching, labels),
             *self._times.metrics(labels, self._executor.room.max_model_len),
         ]
+
+    def _stream(self, reader: PromptReader, on_error: str, deltas: bool) -> Iterator[RequestOutput]:
+        try:
+            yield from super()._stream(reader, on_error, deltas)
+        finally:
+            self._times.drop_parts()
 
     # -- functions on the ranks ------------------------------------------------------------------------------
 

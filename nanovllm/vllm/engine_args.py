@@ -68,15 +68,15 @@ class EngineArgs(KnownFields):
             options: dict[str, Any] = {"dest": name, "default": default}
             options["help"] = f"(default: {default})" if name in _OWN else argparse.SUPPRESS
             if isinstance(default, bool):
-                group.add_argument(*flags, **options, action="store_true")
+                options["action"] = "store_true"
             elif name == "async_scheduling" or (name in ENGINE and ENGINE[name].neutral is None):
                 # a switch or a value: versions of vLLM differ
-                group.add_argument(
-                    *flags, **options, metavar="VALUE", nargs="?", const=True, type=json_or_text
-                )
+                options |= {"metavar": "VALUE", "nargs": "?", "const": True, "type": json_or_text}
             else:
                 kind = _text if name in _TEXTS else _size if name in _SIZES else json_or_text
-                group.add_argument(*flags, **options, metavar="VALUE", type=kind)
+                options |= {"metavar": "VALUE", "type": kind}
+            group.add_argument(*flags, **options)
+            if "const" not in options and "action" not in options:
                 continue
             off = "--no-" + name.replace("_", "-")
             group.add_argument(off, dest=name, action="store_false", default=default, help=argparse.SUPPRESS)

@@ -14,6 +14,7 @@ import pytest
 
 from nanovllm import TextPrompt, TokensPrompt
 from nanovllm.batch import LogprobColumns
+from nanovllm.checks import pack_token_ids
 from nanovllm.errors import raise_first
 from nanovllm.extras.logprobs import LogprobDicts
 from nanovllm.outputs import (
@@ -27,7 +28,6 @@ from nanovllm.outputs import (
 )
 from nanovllm.text import prompts as forms
 from nanovllm.text.prompts import Prompt, parse_prompt
-from nanovllm.text.token_ids import pack_token_ids
 from nanovllm.vllm.arguments import PROMPT
 
 LONG = 10**5000  # Python refuses to print it

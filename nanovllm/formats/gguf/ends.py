@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanovllm.bpe import CONTROL
 from nanovllm.formats.gguf.file import GGUFFile
+from nanovllm.formats.tokenizer_json.bpe import CONTROL
 
 _KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Texts that nothing but a token has: such a token is a control token, whatever type the file gives it.

@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.bpe import (
+from nanovllm.errors import ModelLoadError
+from nanovllm.formats.gguf.ends import TURN_ENDS
+from nanovllm.formats.gguf.file import GGUFFile
+from nanovllm.formats.tokenizer_json.bpe import (
     CONTROL,
     NORMAL,
     QWEN2,
@@ -26,9 +29,6 @@ from nanovllm.bpe import (
     special_around,
     split_steps,
 )
-from nanovllm.errors import ModelLoadError
-from nanovllm.formats.gguf.ends import TURN_ENDS
-from nanovllm.formats.gguf.file import GGUFFile
 
 _MAX_TOKENS = 2**21
 _MAX_TEMPLATES = 32

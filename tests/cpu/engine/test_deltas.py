@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_texts import KINDS, TOKENIZERS, encode, model_for
 
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams, demo_model_path
-from nanovllm.text.detokenizer import StopSearch, StopStrings
+from nanovllm.extras.stop_strings import StopSearch, StopStrings
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

@@ -23,7 +23,7 @@ from nanovllm import (
     SamplingParams,
     demo_model_path,
 )
-from nanovllm.engine.metrics import RequestTimes
+from nanovllm.vllm.metrics import RequestTimes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 

@@ -22,11 +22,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm.extras.least_tokens import LeastTokens
 from nanovllm.jobs.runner import PORTION_BYTES, WINDOW_BYTES, portions, reordered
 from nanovllm.jobs.sources import MAX_ROW_BYTES
 from nanovllm.jobs.tasks import Task
 from nanovllm.text import processor
-from nanovllm.text.tokenizer import ENCODED_BYTES, LeastTokens, encode
+from nanovllm.text.tokenizer import ENCODED_BYTES, encode
 
 SHORT = SamplingParams(temperature=0, max_tokens=2)
 HUGE = MAX_ROW_BYTES - 2**17

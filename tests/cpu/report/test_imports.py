@@ -60,3 +60,15 @@ def test_an_engine_of_token_ids_needs_no_tokenizers_and_no_bar() -> None:
         "    llm.generate([[5], [6]], nanovllm.SamplingParams(max_tokens=2), use_tqdm=False)"
     )
     assert loaded_by(code, f"{HEAVY + BARS} + {TRITON}") == "[]"
+
+
+def test_a_plain_prompt_needs_no_extras() -> None:
+    names = ("params", "texts", "token_rules", "structured", "stop_strings", "least_tokens")
+    modules = [f"nanovllm.extras.{name}" for name in names]
+    run = (
+        "import nanovllm\n"
+        "with nanovllm.LLM(nanovllm.demo_model_path(), device='cpu', num_kvcache_blocks=8) as llm:\n"
+        "    llm.generate(['1 + 1 ='], nanovllm.SamplingParams(max_tokens=2{}), use_tqdm=False)"
+    )
+    assert loaded_by(run.format(""), f"{modules}") == "[]"
+    assert loaded_by(run.format(", min_tokens=1"), f"{modules}") == f"{modules}"

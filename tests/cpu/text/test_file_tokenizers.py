@@ -29,10 +29,12 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from nanovllm import ModelLoadError
-from nanovllm.bpe import QWEN2
+from nanovllm.extras.least_tokens import LeastTokens
+from nanovllm.extras.stop_strings import text_stream
+from nanovllm.formats.tokenizer_json.bpe import QWEN2
 from nanovllm.models.registry import open_checkpoint
 from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.text.tokenizer import LeastTokens, load_tokenizer
+from nanovllm.text.tokenizer import load_tokenizer
 
 CODE = [
     "    return x",
@@ -188,7 +190,7 @@ def test_tokens_of_the_configuration_stay(tmp_path: Path, name: str) -> None:
         *made.encode("2023<think>", add_special_tokens=False).ids,
     ]
     detokenizer = Detokenizer(ours)
-    stream = detokenizer.stream([])
+    stream = text_stream(detokenizer, [])
     assert detokenizer.text([], ids) == "".join(map(stream.append, ids)) == "a2023"
     assert Detokenizer(ours, skip_special_tokens=False).text([], ids) == "<s>a<|more|>2023<think>"
 

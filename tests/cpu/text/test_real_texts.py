@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm.extras.stop_strings import text_stream
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.tokenizer import load_tokenizer
 
@@ -111,7 +112,7 @@ def test_whole_and_in_parts(name: str) -> None:
         ids = encoded(name, "x" + random_text(rng))
         whole = tokenizer.decode(ids, skip_special_tokens=True)
         for start in rng.sample(range(1, len(ids)), min(3, len(ids) - 1)):
-            prompt, stream, text = ids[:start], detokenizer.stream(ids[:start]), ""
+            prompt, stream, text = ids[:start], text_stream(detokenizer, ids[:start]), ""
             for end in range(start + 1, len(ids) + 1):
                 text += stream.append(ids[end - 1])
                 assert text == detokenizer.text(prompt, ids[start:end])
@@ -144,7 +145,7 @@ def test_bytes_that_are_no_character_in_parts(name: str) -> None:
         for _ in range(3):
             ids.insert(rng.randrange(1, len(ids)), rng.choice(few))
         start = rng.randrange(1, len(ids))
-        stream, text = detokenizer.stream(ids[:start]), ""
+        stream, text = text_stream(detokenizer, ids[:start]), ""
         for end in range(start + 1, len(ids) + 1):
             text += stream.append(ids[end - 1])
             assert text == detokenizer.text(ids[:start], ids[start:end])

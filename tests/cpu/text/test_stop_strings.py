@@ -16,8 +16,9 @@ from test_texts import KINDS, LETTERS, SPECIAL, TOKENIZERS, encode, model_for
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.batch import TokenEvents
 from nanovllm.engine.requests import Requests
+from nanovllm.extras.stop_strings import StopSearch, StopStrings, text_stream
 from nanovllm.outputs import CompletionOutput
-from nanovllm.text.detokenizer import Detokenizer, StopSearch, StopStrings
+from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import parse_prompts
 
@@ -37,7 +38,7 @@ def first_match(texts: list[str], stops: list[str]) -> tuple[int, str, int] | No
 
 
 def search(detokenizer: Detokenizer, prompt: list[int], output: list[int], stops: list[str]) -> StopStrings:
-    found = StopStrings(StopSearch(stops), detokenizer.stream(prompt))
+    found = StopStrings(StopSearch(stops), text_stream(detokenizer, prompt))
     for token_id in output:
         found.append(token_id)
     return found
@@ -87,7 +88,7 @@ def test_a_stream_gives_the_text_in_parts(kind: str, skip: bool, letters: list[s
     ids = encode(kind, "x" + "".join(letters))
     detokenizer = Detokenizer(TOKENIZERS[kind], skip)
     for start in range(1, len(ids)):
-        stream, text = detokenizer.stream(ids[:start]), ""
+        stream, text = text_stream(detokenizer, ids[:start]), ""
         for end in range(start + 1, len(ids) + 1):
             text += stream.append(ids[end - 1])
             assert text == detokenizer.text(ids[:start], ids[start:end])
@@ -106,7 +107,7 @@ def test_a_prompt_that_ends_within_a_character(kind: str) -> None:
             for output in (hello, [*hello, whole[start]], [tokenizer.eos_token_id, *hello]):
                 text = detokenizer.text(prompt, output)
                 assert text.strip() == "Hello the"
-                stream = detokenizer.stream(prompt)
+                stream = text_stream(detokenizer, prompt)
                 assert "".join(map(stream.append, output)) == text
                 assert check(detokenizer, prompt, output, ["lo"])
 
@@ -163,7 +164,7 @@ def test_the_work_does_not_grow_with_the_number_of_stop_strings(monkeypatch: pyt
     searches, shorter = StopSearch(stops), Counted()
     shorter.extend(searches.shorter)
     monkeypatch.setattr(searches, "shorter", shorter)
-    found, looks, taken = StopStrings(searches, detokenizer.stream(ids)), [], ""
+    found, looks, taken = StopStrings(searches, text_stream(detokenizer, ids)), [], ""
     after = searches.after
     monkeypatch.setattr(searches, "after", lambda *place: looks.append(place) or after(*place))
     for token_id in ids:
@@ -200,7 +201,7 @@ def test_min_tokens(kind: str) -> None:
                     for end in range(len(texts[count - 1]) + 1, len(texts[count]) + 1)
                 )
             ]
-            found = StopStrings(StopSearch(stops), detokenizer.stream(prompt), min_tokens)
+            found = StopStrings(StopSearch(stops), text_stream(detokenizer, prompt), min_tokens)
             stopped = [found.append(token_id) for token_id in output]
             assert stopped[-1] == bool(counts)
             if counts:

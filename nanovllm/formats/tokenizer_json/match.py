@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.bpe import (
+from nanovllm.errors import ModelLoadError
+from nanovllm.formats.tokenizer_json.bpe import (
     CONTROL,
     QWEN2,
     UNKNOWN,
@@ -24,7 +25,6 @@ from nanovllm.bpe import (
     special_around,
     split_steps,
 )
-from nanovllm.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
