@@ -20,7 +20,6 @@ import torch
 
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.errors import ModelLoadError
-from nanovllm.formats.fp8.kernels.values import GROUP
 from nanovllm.layers.weights import allocate, finish_loading, weight_slots
 from nanovllm.models.checkpoint import CONFIG_FILE, listing, rows_of
 from nanovllm.models.config import Mixture, ModelConfig
@@ -185,21 +184,8 @@ def _unpacked(config: ModelConfig, pairs: Iterable[tuple[str, Any]]) -> Iterator
         if rows is not None and "scale" in param and prod(shape) == 1:  # of the whole packed tensor
             yield from ((f"{parent}.{part}.{param}", tensor) for part in rows)
             continue
-        total = 0 if rows is None else sum(rows.values())
-        if (
-            rows is not None
-            and "scale" in param
-            and len(shape) > 1
-            and shape[0] == -(-total // GROUP) < total
-        ):
-            if uneven := [part for part, count in rows.items() if count % GROUP]:
-                raise ModelLoadError(
-                    f"{full_name} has scales of blocks of {GROUP} rows, and {', '.join(uneven)}, which "
-                    f"{module} holds, {'has' if len(uneven) == 1 else 'have'} no whole blocks: "
-                    f"{rows}; use a checkpoint with scales of rows or of tensors"
-                )
-            rows, total = {part: count // GROUP for part, count in rows.items()}, shape[0]
-        if rows is None or [*shape, 0][0] != total:  # of another length: the checker names it
+        rows = None if rows is None else config.quant.packed_rows(full_name, shape, rows)
+        if rows is None or [*shape, 0][0] != sum(rows.values()):  # of another length: the checker names it
             yield name, tensor
             continue
         start = 0

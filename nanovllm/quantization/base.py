@@ -14,9 +14,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from nanovllm.formats.fp8.kernels.values import Fp8Rows, quantise_rows
-from nanovllm.kernels.activation import Activation, silu_and_mul_fp8
-from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8
+from nanovllm.kernels.activation import Activation
+from nanovllm.kernels.rms_norm import add_rms_norm
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FILE_DTYPES = {  # the names of safetensors
@@ -144,7 +143,7 @@ class Normed:
     A method may compute it within its product; then it sets `total`.
     """
 
-    __slots__ = ("_quantised", "_value", "eps", "residual", "weight", "x")
+    __slots__ = ("_value", "eps", "kept", "residual", "weight", "x")
 
     def __init__(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
@@ -155,7 +154,7 @@ class Normed:
         self.weight = weight
         self.eps = eps
         self._value: torch.Tensor | None = None
-        self._quantised: Fp8Rows | None = None
+        self.kept: Any = None  # another form of the result, which a method has computed for further products
 
     @classmethod
     def computed(cls, value: torch.Tensor, total: torch.Tensor) -> Normed:
@@ -175,17 +174,6 @@ class Normed:
             self._value, self.total = add_rms_norm(self.x, self.residual, self.weight, self.eps)
         return self._value
 
-    def quantised(self, group: int | None) -> Fp8Rows:
-        """The normalised rows in FP8, with one scale for each `group` columns; None: for each row."""
-        if self._quantised is None or self._quantised.group != group:
-            if self._value is not None:
-                self._quantised = quantise_rows(self._value, group)
-            else:
-                assert self.weight is not None
-                norm = self.x, self.residual, self.weight, self.eps
-                self._quantised, self.total = add_rms_norm_fp8(*norm, group)
-        return self._quantised
-
     @property
     def total(self) -> torch.Tensor:
         """x + residual."""
@@ -201,24 +189,18 @@ class Normed:
 class Gated:
     """activation(the two halves of a product [T, 2N]), [T, N], computed by whoever multiplies it."""
 
-    __slots__ = ("_activation", "_product")
+    __slots__ = ("activation", "product")
 
     def __init__(self, product: torch.Tensor, activation: Activation) -> None:
-        self._product = product
-        self._activation = activation
+        self.product = product
+        self.activation = activation
 
     def __getitem__(self, rows: torch.Tensor) -> Gated:
-        return Gated(self._product[rows], self._activation)
+        return Gated(self.product[rows], self.activation)
 
     def tensor(self) -> torch.Tensor:
         """The result, in the product's dtype."""
-        return self._activation.and_mul(self._product)
-
-    def quantised(self, group: int | None) -> Fp8Rows:
-        """The result in FP8, with one scale for each `group` columns; None: for each row."""
-        if self._activation is Activation.SILU:
-            return silu_and_mul_fp8(self._product, group)
-        return quantise_rows(self.tensor(), group)
+        return self.activation.and_mul(self.product)
 
 
 def _tensor(x: torch.Tensor | Gated) -> torch.Tensor:
