@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine_args import EngineArgs, FlexibleArgumentParser
 from nanovllm.errors import EngineClosedError, KVCacheMemoryError, ModelLoadError, NanoVLLMError, WorkerError
 from nanovllm.extras.structured_outputs import StructuredOutputsParams
 from nanovllm.inputs import TextPrompt, TokensPrompt
@@ -27,6 +26,7 @@ from nanovllm.outputs import (
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from nanovllm.vllm.arguments import missing_in
+from nanovllm.vllm.engine_args import EngineArgs, FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM

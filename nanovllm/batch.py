@@ -238,14 +238,15 @@ class Batch:
     token_ids: np.ndarray  # [T] int32, flat; LAST_SAMPLED where only the device knows the token
     query_lens: np.ndarray  # [S] int32, number of new tokens of each sequence; they sum to T
     context_lens: np.ndarray  # [S] int32, cached + new tokens
-    block_tables: np.ndarray  # [S, W] int32, PADDING where there is no block or it has left every window
+    # Of each `KVGroup`, [S, W] int32: PADDING where there is no block, or it was freed and is not read.
+    tables: tuple[np.ndarray, ...]
     draws: np.ndarray  # [S] int32, number of tokens to draw: 0 while the prompt is unfinished, else 1
     sampling: SamplingColumns[np.ndarray]
     extras: Extras = NO_EXTRAS
-    window_tables: np.ndarray | None = None  # as block_tables, of layers with a window, if others have none
-    # [C, 4] int32: source block, target block, first cell, number of cells. Each layer copies the K/V of
-    # these cells after it stores the step's and before any row attends. No cell is source and target.
-    copies: np.ndarray | None = None
+    # Of each group, [C, 4] int32: source block, target block, first cell, number of cells. Each layer copies
+    # the K/V of these cells after it stores the step's and before any row attends. No cell is source and
+    # target. (): nothing is copied.
+    copies: tuple[np.ndarray, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -309,7 +310,7 @@ EMPTY_BATCH = Batch(
     token_ids=_NOTHING,
     query_lens=_NOTHING,
     context_lens=_NOTHING,
-    block_tables=_NOTHING.reshape(0, 1),
+    tables=(_NOTHING.reshape(0, 1),),
     draws=_NOTHING,
     sampling=greedy(0),
 )

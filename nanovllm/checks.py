@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.extras.structured_outputs import show
-
 MAX_TEXTS = {"stop": 1000, "bad_words": 5000}  # strings
 MAX_CHARS = {"stop": 2**16, "bad_words": 2**18}  # of all strings together
 TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
@@ -83,3 +81,18 @@ def check_texts(name: str, value: Any) -> list[str]:
 
 def wrong(name: str, value: object, expected: str) -> ValueError:
     return ValueError(f"{name} must be {expected}, not {show(value)}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {show(value)}")
+
+
+def show(value: object) -> str:
+    """The beginning of `value`, for an error message."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer with more digits than Python prints, or deep nesting
+        text = "a value too long to print"
+    return text if len(text) <= 60 else f"{text[:57]}..."

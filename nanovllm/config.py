@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.extras.structured_outputs import check_bool
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm.arguments import ENGINE, refuse_absent, without_effect
+from nanovllm.checks import check_bool
+from nanovllm.names import others_of, refuse_unknown
+from nanovllm.params import SamplingParams
 
 logger = logging.getLogger("nanovllm")
 
@@ -146,12 +146,8 @@ class Config:
         kwargs = _renamed(kwargs)
         known = [each.name for each in fields(cls)]
         absent = {name: value for name, value in kwargs.items() if name not in known}
-        for name in absent:
-            if name in SamplingParams.__dataclass_fields__ and name not in ENGINE:
-                raise TypeError(f"LLM() got {name!r}; pass it to generate() as SamplingParams({name}=...)")
-        refuse_absent("LLM()", absent, ENGINE, known)
-        for message in without_effect(absent, ENGINE):
-            logger.warning(message)
+        if absent:
+            _check_absent(absent, known)
         if not isinstance(model, (str, os.PathLike)):
             raise TypeError(
                 f"model must be a folder or a Hugging Face hub id, a str or a Path, not {model!r}"
@@ -252,6 +248,19 @@ class Config:
                     f"tokenizer_revision={self.tokenizer_revision!r} is for a hub id, and tokenizer is an "
                     "object; leave it out"
                 )
+
+
+def _check_absent(absent: Mapping[str, Any], known: list[str]) -> None:
+    """Check options that `Config` does not have. One of another library may be accepted, with a warning."""
+    others = others_of("LLM")
+    for name in absent:
+        if name in SamplingParams.__dataclass_fields__ and name not in others:
+            raise TypeError(f"LLM() got {name!r}; pass it to generate() as SamplingParams({name}=...)")
+    refuse_unknown("LLM", absent, known)
+    for name, value in absent.items():
+        is_nothing = isinstance(value, (type(None), list, tuple, dict, str, set)) and not value
+        if others[name].neutral is None and others[name].advice and not is_nothing:
+            logger.warning(f"{name}={value!r} has no effect here; {others[name].advice}")
 
 
 def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,12 +97,28 @@ ON_THE_FLY = {
     "int8": "cpu.integers:INT8",
     "int4": "cpu.integers:INT4",
 }
+# What makes the `CacheLayout` of layers that are not all alike.
+LAYOUTS = {"windows": "windows.layout:windowed_layout"}
 # `AttentionBackend` by its name, fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
 BACKENDS = {
     "triton": "attention.backends:TritonBackend",
     "flash_attn": "attention.backends:FlashAttnBackend",
     "cpu": "cpu.attention:CPUBackend",
     "reference": "attention.backends:ReferenceBackend",
+}
+# What text needs of chat templates: the process that applies them, and the token by which one ends an answer.
+CHAT = {"process": "chat.templates:TemplateProcess", "written_end": "chat.ends:with_written_end"}
+# What is known of other libraries: their arguments by call, and what to write instead of one of their names.
+OTHER_NAMES = {"arguments": "vllm.arguments:ARGUMENTS", "elsewhere": "vllm.arguments:elsewhere"}
+# What a request may ask for besides tokens by temperature, filters and penalties.
+EXTRAS = {
+    "params": "extras.params:checked",  # checks these sampling parameters
+    "guarded": "extras.logits_processors:GuardedProcessors",  # whose errors end one request
+    "call_processor": "extras.logits_processors:call_processor",
+    "texts": "extras.texts:ExtraTexts",  # constraints, bad words and logprobs, for a `Processor`
+    "rules": "extras.token_rules:make_rules",  # of a sequence, on its next token
+    "restrict": "extras.token_rules:restrict_planned",  # fills the bits of the tokens that they allow
+    "dead_end": "extras.token_rules:dead_end",
 }
 # What the door of CPUs does in place of Triton, cuBLAS and CUDA graphs; see `device.cpu_door`.
 CPU = {

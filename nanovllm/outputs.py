@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
-from nanovllm.vllm.arguments import elsewhere
+from nanovllm.names import elsewhere
 
 KEYS = ("text", "token_ids", "finish_reason")  # of a RequestOutput as a dictionary
 _Output = TypeVar("_Output")

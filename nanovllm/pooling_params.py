@@ -5,9 +5,8 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass, fields
 
-from nanovllm.checks import check_int
-from nanovllm.extras.structured_outputs import check_bool
-from nanovllm.vllm.arguments import POOLING, refuse_absent
+from nanovllm.checks import check_bool, check_int
+from nanovllm.names import refuse_unknown
 
 
 @dataclass(init=False)
@@ -35,7 +34,7 @@ class PoolingParams:
         normalize: bool | None = None,
         **others: object,
     ) -> None:
-        refuse_absent("PoolingParams()", others, POOLING, [field.name for field in fields(self)])
+        refuse_unknown("PoolingParams", others, [field.name for field in fields(self)])
         if dimensions is not None:
             dimensions = check_int("dimensions", dimensions, 1, "None or an integer of at least 1")
         for name, value in (("use_activation", use_activation), ("normalize", normalize)):

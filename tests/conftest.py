@@ -14,6 +14,7 @@ import signal
 
 import pytest
 from full_cells import left_to_full
+from triton_interpreter import speed_up
 
 HAS_GPU = shutil.which("nvidia-smi") is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 if not HAS_GPU:
@@ -37,6 +38,11 @@ def _imports_are_no_garbage() -> None:
     """Each engine that closes collects garbage; without this it would visit a million objects of imports."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _triton_is_interpreted_quickly() -> None:
+    speed_up()
 
 
 def pytest_sessionfinish() -> None:

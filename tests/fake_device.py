@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import inside
 import numpy as np
@@ -17,14 +18,28 @@ from invariants import check_scheduler
 
 from nanovllm.batch import LAST_SAMPLED, Batch, StepOutput
 from nanovllm.config import Config
-from nanovllm.plan.room import Room, Windows
+from nanovllm.kv_group import ONE_GROUP, KVGroup
+from nanovllm.plan.room import Room
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.windows.policy import Window
 
 VOCAB = 50
 EOS = 0
 POISON = -999
+
+
+class Windows(NamedTuple):
+    """A model whose layers have windows: all, or some."""
+
+    reach: int
+    parts: int | None = None  # blocks of the other layers in a slab; None: all have windows
+
+    @property
+    def groups(self) -> tuple[KVGroup, ...]:
+        near = KVGroup(Window(self.reach))
+        return (near,) if self.parts is None else (KVGroup(per_slab=self.parts), near)
 
 
 def next_token(context: list[int]) -> int:
@@ -121,23 +136,26 @@ class FakeDevice:
         """Store all rows, as a layer does, then read each row's context."""
         slots = []
         for row, (ids, positions) in enumerate(inputs):
-            where = self._slots(batch.block_tables, row, positions)
+            where = self._slots(batch.tables[0], row, positions)
             slots.append(where)
             self._spoil(where, windowed=False)
             self.tokens[where], self.positions[where] = ids, positions
         flat = np.concatenate(slots)
-        if batch.copies is not None:
-            flat = np.concatenate([flat, self._copy(batch.copies)])
+        if batch.copies:
+            copied = self._copy(batch.copies[0], self.tokens, self.positions)
+            flat = np.concatenate([flat, copied])
         assert len(set(flat.tolist())) == len(flat), "two rows write one slot"
         seen = []
         for row, context_len in enumerate(batch.context_lens):
-            where = self._slots(batch.block_tables, row, np.arange(context_len))
+            where = self._slots(batch.tables[0], row, np.arange(context_len))
             assert (self.positions[where] == np.arange(context_len)).all(), "a cell holds another position"
             seen.append(self.tokens[where].tolist())
         return seen
 
-    def _copy(self, copies: np.ndarray) -> np.ndarray:
-        """Copy cells at once, as a kernel does in any order; return the targets."""
+    def _copy(self, copies: np.ndarray, *memory: np.ndarray) -> np.ndarray:
+        """Copy cells of `memory` at once, as a kernel does in any order; return the targets."""
+        if not len(copies):
+            return np.empty(0, np.int64)
         cells = [np.arange(first, first + count) for _, _, first, count in copies]
         assert all(len(each) and each[-1] < self.block_size for each in cells)
         sources, targets = (
@@ -147,9 +165,9 @@ class FakeDevice:
             for blocks in (copies[:, 0], copies[:, 1])
         )
         assert not np.isin(sources, targets).any(), "a cell is source and target of copies"
-        for cells_of in (self.tokens, self.positions):
+        for cells_of in memory:
             cells_of[targets] = cells_of[sources]
-        assert (self.tokens[targets] != POISON).all(), "a cell is copied before it is stored"
+            assert (cells_of[targets] != POISON).all(), "a cell is copied before it is stored"
         return targets
 
     def _attend_windows(
@@ -157,13 +175,16 @@ class FakeDevice:
     ) -> list[list[int]]:
         """Each row's tokens see only their windows. Blocks that left them are in other hands: a row stores
         only after all rows have read what was there before the step, except for what the step computes."""
-        tables = batch.block_tables if batch.window_tables is None else batch.window_tables
+        tables, copies = batch.tables[-1], batch.copies[-1] if batch.copies else np.empty((0, 4), np.int32)
         for row, (_, positions) in enumerate(inputs):  # the positions of this step, in all rows
             where = self._slots(tables, row, positions)
             self._spoil(where, windowed=True)
             self.value_positions[where] = positions
+        self._spoil(copies[:, 1] * self.block_size, windowed=True)
+        self._copy(copies, self.value_positions)
         seen = []
         for row, (ids, positions) in enumerate(inputs):
+            self._copy(copies[np.isin(copies[:, 1], tables[row])], self.values)
             for token, position in zip(ids.tolist(), positions.tolist(), strict=True):
                 before = self._values(tables, row, max(0, position - reach + 1), position)
                 self.values[self._slots(tables, row, np.array([position]))] = value_of(token, before)
@@ -273,7 +294,8 @@ def make_loop(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=caching,
     )
-    room = Room(num_blocks, block_size, max_model_len, windows=windows, chunk=max_num_batched_tokens)
+    groups = ONE_GROUP if windows is None else windows.groups
+    room = Room(num_blocks, block_size, max_model_len, groups=groups, chunk=max_num_batched_tokens)
     device = FakeDevice(num_blocks, block_size, max_num_seqs, lazy, windows)
     return Loop(Scheduler(config, room), device, run_ahead)
 
@@ -290,7 +312,7 @@ def run_all(loop: Loop, prompts: list[list[int]], params: list[SamplingParams]) 
     for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         seq = loop.finished[first + index]
         room = loop.scheduler.room
-        tokens, reason = expected_output(prompt, param, room.max_model_len, room.windows)
+        tokens, reason = expected_output(prompt, param, room.max_model_len, loop.device.windows)
         assert (seq.completion_token_ids, seq.finish_reason) == (tokens, reason)
         outputs.append(tokens)
     return outputs

@@ -11,6 +11,7 @@ import torch
 from checked_llm import CheckedLLM
 
 from nanovllm.batch import Batch
+from nanovllm.windows.layout import TwoGroups
 
 CELLS: dict[str, dict[str, Any]] = {
     "tight": {"max_num_batched_tokens": 7, "num_kvcache_blocks": 14},
@@ -30,10 +31,11 @@ def spoil_free_blocks(llm: CheckedLLM, patch: pytest.MonkeyPatch) -> list[int]:
         free = [slab for slab in pool.free_slabs if not any(cached[slab :: pool.num_slabs])]
         runner.kv_cache[:, :, free] = torch.nan
         for layer in runner.model.attention_layers:
-            if not layer.windowed:
-                parts = np.array([part for part in pool.free_parts if not cached[part]], np.int32)
-                blocks = runner.layout.blocks_of(parts, False, pool.num_slabs)
-                layer.cache.k[blocks] = layer.cache.v[blocks] = torch.nan
+            free_parts, offset = pool.free_parts[layer.group], pool.offsets[layer.group]
+            blocks = np.array([part - offset for part in free_parts if not cached[part]], np.int32)
+            if isinstance(runner.layout, TwoGroups):
+                blocks = runner.layout.blocks_of(blocks, layer.group, pool.num_slabs)
+            layer.cache.k[blocks] = layer.cache.v[blocks] = torch.nan
         counts.append(len(free))
         return launch(batch)
 

@@ -89,7 +89,7 @@ def processor(owner: LLM | Requests) -> Processor:
 
 def grammars(llm: LLM) -> Any:
     """The compiler of constraints."""
-    return processor(llm)._grammars
+    return processor(llm).extras.grammars
 
 
 def stop_searches(owner: LLM | Requests) -> dict[int, Any]:
@@ -180,8 +180,8 @@ def waiting_hashes(router: Router) -> dict[int, Any]:
 
 def scheduler_state(scheduler: Scheduler) -> Any:
     """The free slots, the unfinished sequences by id, and the block tables of each slot."""
-    tables = {"block_tables": scheduler._block_tables, "window_tables": scheduler._window_tables}
-    return SimpleNamespace(free_slots=scheduler._free_slots, unfinished=dict(scheduler._unfinished), **tables)
+    tables, unfinished = scheduler._tables, dict(scheduler._unfinished)
+    return SimpleNamespace(free_slots=scheduler._free_slots, unfinished=unfinished, tables=tables)
 
 
 def block_state(manager: BlockManager) -> Any:
@@ -189,7 +189,7 @@ def block_state(manager: BlockManager) -> Any:
     the step being planned."""
     pool, tree = manager.pool, manager._tree
     free = {"free": pool.free_slabs, "free_parts": pool.free_parts, "free_partial": pool._free_partial}
-    refs = {"ref_counts": pool.ref_counts, "content": pool.content, "windowed": manager._windowed}
+    refs = {"ref_counts": pool.ref_counts, "content": pool.content, "twins": manager._twins}
     found = {"by_key": tree._by_key, "children": tree._children, "pinned": manager._pinned}
     return SimpleNamespace(**free, **refs, **found, tree=tree)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import inside
 import numpy as np
 
 from nanovllm.batch import NO_SLOT, PADDING
-from nanovllm.plan.block_manager import BlockManager
+from nanovllm.plan.block_manager import BlockManager, Twin
 from nanovllm.plan.prefix_tree import child_key
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Sequence, SequenceStatus
@@ -24,42 +25,41 @@ def check_scheduler(scheduler: Scheduler) -> None:
     queued = sorted(seq.seq_id for seq in [*scheduler.waiting, *scheduler.running, *ending])
     assert queued == sorted(state.unfinished), "a request is lost or queued twice"
     for seq in scheduler.waiting:
-        assert seq.status is SequenceStatus.WAITING and not seq.block_table and seq.slot == NO_SLOT, seq
+        assert seq.status is SequenceStatus.WAITING and not seq.tables and seq.slot == NO_SLOT, seq
     for seq in ending:
         assert seq.status is SequenceStatus.ENDING and seq.slot == NO_SLOT, seq
         assert seq.num_tokens == seq.max_tokens_total, f"{seq} is not complete"
     for seq in scheduler.running:
         assert seq.status is SequenceStatus.RUNNING and seq.num_computed_tokens <= seq.num_tokens, seq
-        assert seq.num_computed_tokens <= len(seq.block_table) * scheduler.block_manager.block_size, seq
-        for rows, table in ((state.block_tables, seq.block_table), (state.window_tables, seq.window_table)):
-            if rows is not None:
-                same = rows[seq.slot][: len(table)].tolist() == table
-                assert same and (rows[seq.slot][len(table) :] == PADDING).all(), f"{seq}: its slot's differs"
+        assert seq.num_computed_tokens <= len(seq.tables[0]) * scheduler.block_manager.block_size, seq
+        for rows, table in zip(state.tables, seq.tables, strict=True):
+            same = rows[seq.slot][: len(table)].tolist() == table
+            assert same and (rows[seq.slot][len(table) :] == PADDING).all(), f"{seq}: its slot's differs"
 
 
 def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
     """Check every invariant of the blocks, given all sequences that own any."""
-    first, state = manager.pool.first_windowed, inside.block_state(manager)
+    offsets, state = np.array(manager.pool.offsets), inside.block_state(manager)
     tables = [
         (seq, [(index, block + offset) for index, block in enumerate(table) if block != PADDING])
         for seq in sequences
-        for table, offset in ((seq.block_table, 0), (seq.window_table, first))
+        for offset, table in zip(offsets.tolist()[:-1], seq.tables, strict=True)
     ]
     owners = Counter(block for _, table in tables for _, block in table)
     counts, slabs = np.zeros(len(state.ref_counts), np.int64), np.arange(manager.num_blocks)
     counts[list(owners)] = list(owners.values())
     assert np.array_equal(state.ref_counts, counts), "reference counts drifted"
-    used, windowed = (np.isin(slabs, [b % len(slabs) for b in owners if b >= least]) for least in (0, first))
-    plain = np.isin(slabs, [block % len(slabs) for block in owners if block < first])
-    assert sorted(state.free) == slabs[~used].tolist(), "free list drifted"
-    assert not (windowed & plain).any(), "two kinds"
-    parts = np.flatnonzero((counts[:first] == 0) & (used & ~windowed)[np.arange(first) % len(slabs)])
-    assert sorted(state.free_parts) == parts.tolist(), "free parts drifted"
+    used = [np.isin(slabs, np.flatnonzero(counts[a:b]) % len(slabs)) for a, b in pairwise(offsets)]
+    assert sorted(state.free) == slabs[~np.any(used, 0)].tolist(), "free list drifted"
+    assert np.sum(used, 0).max(initial=0) <= 1, "blocks of two groups in a slab"
+    for (a, b), mine, free in zip(pairwise(offsets), used, state.free_parts, strict=True):
+        parts = a + np.flatnonzero((counts[a:b] == 0) & mine[np.arange(b - a) % len(slabs)])
+        assert sorted(free) == parts.tolist(), "free parts drifted"
     assert not state.pinned, "the source of a copy is owned after its step was planned"
     cached = [(block, content) for block, content in enumerate(state.content) if content is not None]
-    partial = [b for b, content in cached if b < len(slabs) and not owners[b] and not content.is_full]
-    found_partial = sorted(state.free_partial)
-    assert found_partial == ([] if manager.two_kinds else partial), "free partial blocks drifted"
+    partial = [b for b, content in cached if not owners[b] and not content.is_full]
+    is_plain = offsets.tolist() == [0, len(slabs)]
+    assert sorted(state.free_partial) == (partial if is_plain else []), "free partial blocks drifted"
     for key, content in state.by_key.items():
         assert content.key == key and content.is_full
         assert len(content.tokens) == 4 * manager.block_size, "a block that is not full has a chain id"
@@ -73,18 +73,23 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
         for content in several:
             assert child_key(content.parent, content.tokens) == place == content.place, content
             assert state.content[content.block] is content, f"{content} is found, and its block is reused"
-            assert not windowed[content.block % len(slabs)], f"{content} is overwritten"
+            assert not any(each[content.block % len(slabs)] for each in used[1:]), f"{content} is overwritten"
             assert not content.is_full or state.by_key[content.key] is content, f"{content} has no key"
             assert content.is_full or len(content.tokens) < 4 * manager.block_size, f"{content} is full"
-    for chain, block in state.windowed.items():
-        assert state.content[block].chain == chain and block >= first
-        assert not (used & ~windowed)[block % len(slabs)], f"block {block} is cached, and overwritten"
-    assert len(cached) == num_found + len(state.windowed), "a cached block cannot be found"
+    for group, twins in enumerate(state.twins):
+        for first, block in twins.items():
+            twin, node = state.content[block], state.content[first]
+            assert twin == Twin(block, first, group, node.is_full) and manager.pool.group_of(block) == group
+            others = [each for number, each in enumerate(used) if number != group]
+            assert not any(each[block % len(slabs)] for each in others), f"{twin} is cached, and overwritten"
+    assert len(cached) == num_found + sum(map(len, state.twins)), "a cached block cannot be found"
     for seq, table in tables:
         assert len({block for _, block in table}) == len(table), f"{seq} owns a block twice"
         for index, block in table:
             content = state.content[block]
-            if content is not None and content.tokens:  # what others find there is what this sequence stored
+            if isinstance(content, Twin):
+                content = state.content[content.first]
+            if content is not None:  # what others find there is what this sequence stored
                 stored, start = np.frombuffer(content.tokens, np.int32).tolist(), index * manager.block_size
                 own = seq.token_ids[start : start + len(stored)].tolist()
                 assert stored == own, f"{seq}: block {block} is stale"

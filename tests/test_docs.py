@@ -21,6 +21,7 @@ from test_architecture import DOORS, FLOORS
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, demo_model_path
+from nanovllm.chat.templates import Limits
 from nanovllm.checks import MAX_TEXTS
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, SPARE_BYTES, Device
@@ -37,7 +38,6 @@ from nanovllm.jobs.sources import MAX_NESTING, MAX_ROW_BYTES
 from nanovllm.models.checkpoint import MAX_DEPTH, MAX_JSON_BYTES, MAX_VOCABULARY_BYTES
 from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import MAX_N, SamplingParams
-from nanovllm.text.templates import Limits
 from nanovllm.vllm.arguments import (
     BEAM_SEARCH,
     BEAMS,

@@ -52,12 +52,13 @@ def test_code_is_what_is_no_comment() -> None:
     assert star_calls(ast.parse("f(*a, **b); f(*g()); f(**{}); f(x)")) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    "name", ["FAMILIES", "CHECKPOINTS", "QUANTIZATIONS", "ON_THE_FLY", "BACKENDS", "CPU"]
-)
+TABLES = [name for name, value in vars(doors).items() if name.isupper() and isinstance(value, dict)]
+
+
+@pytest.mark.parametrize("name", TABLES)
 def test_each_place_in_a_table_of_doors_exists(name: str) -> None:
     table: Table[Any] = Table(getattr(doors, name))
-    assert len(table) == len({**table}) > 1
+    assert len(table) == len({**table}) > 0
     table["new"] = 1
     assert table["new"] == 1
     assert [*table][-1] == "new"

@@ -33,7 +33,7 @@ def decode_batch(size: int, width: int) -> Batch:
         token_ids=np.full(size, LAST_SAMPLED, np.int32),
         query_lens=np.ones(size, np.int32),
         context_lens=np.full(size, 1000, np.int32),
-        block_tables=np.arange(size * width, dtype=np.int32).reshape(size, width),
+        tables=(np.arange(size * width, dtype=np.int32).reshape(size, width),),
         draws=np.ones(size, np.int32),
         sampling=replace(greedy(size), temperature=np.full(size, 0.6, np.float32)),
     )

@@ -94,8 +94,18 @@ class CellCopies(Generic[A]):
 
 
 @dataclass(frozen=True, eq=False)
+class GroupColumns(Generic[A]):
+    """What the layers of a further `KVGroup` have of their own in `AttentionColumns`."""
+
+    slot_mapping: Annotated[A, Column(np.int32, lambda n: (n.tokens,), NO_SLOT)]
+    block_tables: Annotated[A, Column(np.int32, lambda n: (n.seqs, n.blocks), PADDING)]
+    copies: CellCopies[A] | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionColumns(Generic[A]):
-    """The mapping of flat tokens to sequences and cache slots, and the blocks that sequences may read.
+    """The mapping of flat tokens to sequences and cache slots, and the blocks that sequences may read, of the
+    layers in the first `KVGroup`.
 
     A row with context length 0 is padding and attends to nothing.
     """
@@ -107,17 +117,15 @@ class AttentionColumns(Generic[A]):
     prefill: PrefillRanges[A] | None = None  # None: decode, one new token for each sequence
     shared: SharedPrefixes[A] | None = None  # only in decode
     copies: CellCopies[A] | None = None  # only in prefill; None: no prompt parts from another within a block
-    # Slots and blocks of layers with a window, where they have blocks of their own.
-    window_slots: Annotated[A, Column(np.int32, lambda n: (n.tokens,), NO_SLOT)] | None = None
-    window_tables: Annotated[A, Column(np.int32, lambda n: (n.seqs, n.blocks), PADDING)] | None = None
+    others: tuple[GroupColumns[A], ...] = ()  # of the groups after the first
 
-    def of_windows(self) -> AttentionColumns[A]:
-        """Those for layers whose blocks are those of layers with a window; a warm-up has one kind of them."""
-        if self.window_slots is None or self.window_tables is None:
+    def of_group(self, group: int) -> AttentionColumns[A]:
+        """Those for the layers of a group."""
+        if group == 0:
             return self
-        return AttentionColumns(
-            self.window_slots, self.context_lens, self.window_tables, self.max_seqlen_k, self.prefill
-        )
+        own = self.others[group - 1]
+        same = self.context_lens, own.block_tables, self.max_seqlen_k, self.prefill
+        return AttentionColumns(own.slot_mapping, *same, copies=own.copies)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from nanovllm.models.weights import WeightChecker, check_weights, named_pairs
 from nanovllm.outputs import RequestOutput
 from nanovllm.parallel.ranks import start_ranks
 from nanovllm.parallel.worker import RankSetup
-from nanovllm.plan.room import Room, Windows
+from nanovllm.plan.room import Room
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.residency.profile import check_can_profile
 from nanovllm.residency.runner import WEIGHTS, RankView
@@ -57,15 +57,13 @@ class Core:
             RankSetup(0, config.tensor_parallel_size, config.device, "", *rest), on_progress
         )
         self.runner = runner = self.ranks.runner
-        layout = runner.layout
-        windows = None if layout.reach is None else Windows(layout.reach, layout.parts)
         self.room = Room(
             self.ranks.num_blocks,
             runner.block_size,
             runner.max_model_len,
             model.model_config.longest,
             cache_options(config, device),
-            windows,
+            runner.layout.groups,
             config.max_num_batched_tokens,
         )
         self.scheduler = Scheduler(config, self.room)

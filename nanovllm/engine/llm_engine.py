@@ -20,16 +20,15 @@ from nanovllm.engine.core import Core
 from nanovllm.engine.executor import Executor, Stepped
 from nanovllm.engine.metrics import RequestTimes
 from nanovllm.engine.progress import Progress
-from nanovllm.engine.requests import check_can_run
+from nanovllm.engine.requests import check_can_run, refused_output
 from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
 from nanovllm.engine.stats import Counters, EngineStats, StepStats
 from nanovllm.errors import BadRow, attempt, raise_first
-from nanovllm.inputs import PromptLike
+from nanovllm.inputs import PromptLike, calls_of_llm
 from nanovllm.lifecycle import Lifecycle, held_interrupts
 from nanovllm.outputs import RequestOutput
+from nanovllm.params import SamplingParams
 from nanovllm.residency.runner import TAGS, WEIGHTS
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.processor import refused_output
 from nanovllm.text.prompts import PromptBatch, Request, parse_prompt, parse_sampling_params
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 Engine = TypeVar("Engine", bound="LLMEngine")
 
 
+@calls_of_llm
 class LLMEngine:
     """One model, on one device or split over several. `LLM` adds the calls that most users need.
 
@@ -72,7 +72,7 @@ class LLMEngine:
         self._next_id = 0  # of the next request
         self._awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
         self._counters, self._times = Counters(), RequestTimes()
-        self._lifecycle = Lifecycle(self, self._processor.templates.close, self._executor.close)
+        self._lifecycle = Lifecycle(self, self._processor.close, self._executor.close)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

@@ -16,7 +16,7 @@ from typing import Any
 from nanovllm.batch import StepKind
 from nanovllm.engine.stats import StepStats, short
 from nanovllm.outputs import RequestOutput, unlisted
-from nanovllm.sampling_params import MAX_TOKENS, Default, SamplingParams
+from nanovllm.params import MAX_TOKENS, Default, SamplingParams
 
 logger = logging.getLogger("nanovllm")
 

@@ -7,21 +7,26 @@ with deltas. Schedules nothing; the Processor handles text.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter, time
+from typing import Any
 
 import xxhash
 
 from nanovllm.batch import Batch, TokenEvents
 from nanovllm.config import Config
-from nanovllm.extras.token_rules import AllowedTokens, BadWords, Grammar, MinTokens, Rule
+from nanovllm.doors import EXTRAS, Table
+from nanovllm.errors import BadRow
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed, unlisted
 from nanovllm.plan.sequence import Sequence
 from nanovllm.text.detokenizer import LONGEST_CUT, StopStrings
 from nanovllm.text.processor import Processor
-from nanovllm.text.prompts import Request
+from nanovllm.text.prompts import Prompt, Request
+
+_EXTRAS: Table[Any] = Table(EXTRAS)
 
 
 def check_can_run(request: Request, config: Config, has_head: bool) -> None:
@@ -98,12 +103,18 @@ class Requests:
                 sequence_seed(request, index, self._seed),
                 request.stop_token_ids,
                 request.prompt_token_ids,
-                make_rules(request, self.processor.eos_token_ids),
+                self._rules(request),
                 next_wanted=request.next_wanted if index == 0 else None,
                 pooling=request.pooling,
             )
             for index in range(request.params.n)
         ]
+
+    def _rules(self, request: Request) -> list[Any]:
+        """The rules of one sequence on its next token."""
+        params = request.params
+        asks = request.constraint, request.bad_words, params.min_tokens, params.allowed_token_ids
+        return _EXTRAS["rules"](request, self.processor.eos_token_ids) if any(asks) else []
 
     def add(self, request: Request, sequences: list[Sequence], arrival: float) -> None:
         """Keep a request, which arrived at `arrival`, until all of its sequences have ended."""
@@ -229,13 +240,8 @@ class Requests:
         first = state.sequences[0]
         completions = [state.completions[index] for index in range(state.request.params.n)]
         prompt = first.prompt_logprobs, state.num_cached_tokens, first.pooled
-        dead_ends = [
-            (rule.dead_end, len(seq.completion_token_ids))
-            for seq in state.sequences
-            for rule in seq.rules
-            if seq.finish_reason == "error" and isinstance(rule, Grammar) and rule.dead_end is not None
-        ]
-        dead_end = dead_ends[0] if dead_ends else None
+        failed = [seq for seq in state.sequences if seq.rules and seq.finish_reason == "error"]
+        dead_end = _EXTRAS["dead_end"](failed) if failed else None
         metrics = self._metrics(state, now)
         return self.processor.output(state.request, completions, metrics, *prompt, dead_end=dead_end)
 
@@ -275,22 +281,6 @@ def _unfinished(state: _RequestState, completions: list[CompletionOutput]) -> Re
     )
 
 
-def make_rules(request: Request, eos_token_ids: Iterable[int] = ()) -> list[Rule]:
-    """The rules of one sequence. eos_token_ids: the model's, which `min_tokens` forbids even if they end
-    nothing (`ignore_eos`), as in vLLM."""
-    params, stop_ids, constraint = request.params, request.stop_token_ids, request.constraint
-    rules: list[Rule] = []
-    if constraint is not None:
-        rules.append(Grammar(constraint, stop_ids))
-    if params.allowed_token_ids is not None:
-        rules.append(AllowedTokens(params.allowed_token_ids))
-    if params.min_tokens:
-        rules.append(MinTokens(params.min_tokens, stop_ids.union(eos_token_ids)))
-    if request.bad_words:
-        rules.append(BadWords(request.bad_words))
-    return rules
-
-
 def sequence_seed(request: Request, index: int, engine_seed: int) -> int:
     """The seed of completion `index`.
 
@@ -306,3 +296,17 @@ def sequence_seed(request: Request, index: int, engine_seed: int) -> int:
 def drawn_seed(seed: int, number: int) -> int:
     """The seed of request, completion or row `number`, derived from `seed`; at most 63 bits."""
     return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed % 2**64, number)) >> 1
+
+
+def refused_output(
+    request_id: int, index: int, request: Request | BadRow, prompt: Prompt | BadRow, error: BadRow
+) -> RequestOutput:
+    """Return the output of a prompt that cannot run, with the known part of the prompt."""
+    text: str | None = None
+    ids: array[int] | list[int] = []
+    if isinstance(request, Request):
+        text, ids = request.prompt, request.prompt_token_ids
+    elif isinstance(prompt, Prompt):
+        text, ids = prompt.text, list(prompt.token_ids or ())
+    answer = CompletionOutput(0, "", [], finish_reason="error")
+    return RequestOutput(str(request_id), text, ids, None, [answer], error=str(error), index=index)

@@ -19,8 +19,8 @@ from nanovllm.models.checkpoint import GENERATION_FILE
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import Hub, load_model_config, open_checkpoint, resolve_model_path
 from nanovllm.models.weights import check_weights, find_head
+from nanovllm.params import SamplingParams
 from nanovllm.runner.memory import CALIBRATION_TOKENS
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.tokenizer import load_tokenizer
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from nanovllm.checks import show
+from nanovllm.extras.beams import BeamSearchParams
 from nanovllm.extras.logprobs import LogprobDicts
-from nanovllm.extras.structured_outputs import show
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -24,7 +25,6 @@ from nanovllm.outputs import (
     unlisted,
 )
 from nanovllm.pooling_params import PoolingParams
-from nanovllm.sampling_params import BeamSearchParams
 
 # The likeliest next tokens of each token list, by id.
 _NextTokens = Callable[[Sequence[list[int]]], "Sequence[Mapping[int, Logprob]]"]

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from nanovllm.checks import show
 from nanovllm.extras.json_schemas import enforceable, escapes, strings, warn_once
-from nanovllm.extras.structured_outputs import CONSTRAINTS, StructuredOutputsParams, show
+from nanovllm.extras.structured_outputs import CONSTRAINTS, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer

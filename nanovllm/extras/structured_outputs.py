@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.vllm.arguments import KnownFields
+from nanovllm.checks import check_bool, show
+from nanovllm.names import KnownFields
 
 MAX_CHARS = 2**20  # of a schema, expression or grammar, and of all choices together
 MAX_CHOICES = 10_000
@@ -181,18 +182,3 @@ def _choices(choices: Any) -> tuple[str, ...]:
         raise ValueError(f"choice must be {expected}, not {show(choices)}")
     _check_size("choice", sum(map(len, choices)), MAX_CHARS, "characters")
     return tuple(choices)
-
-
-def check_bool(name: str, value: object) -> None:
-    """Raise TypeError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {show(value)}")
-
-
-def show(value: object) -> str:
-    """The beginning of `value`, for an error message."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer with more digits than Python prints, or deep nesting
-        text = "a value too long to print"
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from nanovllm.plan.sequence import Sequence as PlannedSequence
+from nanovllm.text.prompts import Request
+
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
@@ -172,6 +175,14 @@ class RuledRow(NamedTuple):
     start: int  # where the output begins
 
 
+def restrict_planned(sequences: Sequence[PlannedSequence], bits: np.ndarray) -> None:
+    """As `restrict_all`, with a row of bits for each sequence in order."""
+    rows = [
+        RuledRow(row, seq.rules, seq.token_ids, seq.num_prompt_tokens) for row, seq in enumerate(sequences)
+    ]
+    restrict_all(rows, bits)
+
+
 def restrict_all(rows: Sequence[RuledRow], bits: np.ndarray) -> None:
     """Fill a row of bits for each sequence: the tokens that all of its rules allow.
 
@@ -202,3 +213,29 @@ def restrict_all(rows: Sequence[RuledRow], bits: np.ndarray) -> None:
                 rule.restrict(bits[each.row], each.token_ids, each.start)
     for each, grammar, *_ in grammars:
         grammar.end(bits[each.row])
+
+
+def make_rules(request: Request, eos_token_ids: Iterable[int] = ()) -> list[Rule]:
+    """The rules of one sequence. eos_token_ids: the model's, which `min_tokens` forbids even if they end
+    nothing (`ignore_eos`), as in vLLM."""
+    params, stop_ids, constraint = request.params, request.stop_token_ids, request.constraint
+    rules: list[Rule] = []
+    if constraint is not None:
+        rules.append(Grammar(constraint, stop_ids))
+    if params.allowed_token_ids is not None:
+        rules.append(AllowedTokens(params.allowed_token_ids))
+    if params.min_tokens:
+        rules.append(MinTokens(params.min_tokens, stop_ids.union(eos_token_ids)))
+    if request.bad_words:
+        rules.append(BadWords(request.bad_words))
+    return rules
+
+
+def dead_end(sequences: Iterable[PlannedSequence]) -> tuple[str, int] | None:
+    """Where the constraint of the first of these sequences allowed no token: llguidance's message, if any,
+    and the number of tokens before. None if there is no such place."""
+    for seq in sequences:
+        for rule in seq.rules:
+            if isinstance(rule, Grammar) and rule.dead_end is not None:
+                return rule.dead_end, len(seq.completion_token_ids)
+    return None

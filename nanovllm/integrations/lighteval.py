@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.llm import LLM
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 
 try:
     from lighteval.models.abstract_model import LightevalModel, ModelConfig

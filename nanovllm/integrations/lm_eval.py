@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 
 from nanovllm.device import Device
 from nanovllm.llm import LLM
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 
 try:
     from lm_eval.__main__ import cli_evaluate

@@ -17,7 +17,7 @@ from nanovllm.config import Config
 from nanovllm.integrations.ray_batches import Column, open_batch
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 
 try:
     import ray

@@ -12,7 +12,7 @@ from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 
 
 class Rollouts:

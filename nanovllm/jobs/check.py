@@ -40,7 +40,7 @@ from nanovllm.jobs.runner import portions
 from nanovllm.jobs.sources import Input, SourceRow, Values
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task
 from nanovllm.models.registry import load_model_config
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, parse_prompt
 

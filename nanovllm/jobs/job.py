@@ -29,7 +29,7 @@ from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.params import job_params
 from nanovllm.jobs.sources import Input, Source
 from nanovllm.jobs.tasks import DEFAULTS, PlainFormat, RowFormat
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 from nanovllm.side_files import check_name, new_file, own_file
 
 # Options of LLM that only set where and how a job runs. They may change when a job resumes.

@@ -31,7 +31,7 @@ from nanovllm.jobs.job import engine_fields
 from nanovllm.jobs.params import make_params
 from nanovllm.jobs.runner import WINDOW_ROWS
 from nanovllm.jobs.sources import QUOTINGS
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 from nanovllm.vllm.arguments import ENGINE, elsewhere
 
 _MODULES = {"run": "run", "check": "check", "version": "check", "doctor": "doctor"}  # of the commands

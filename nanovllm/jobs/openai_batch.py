@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm.jobs.sources import SourceRow, Values
 from nanovllm.jobs.tasks import RowFormat, Task, conversation, logprob_number, prompt_of
 from nanovllm.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 from nanovllm.text.prompts import show
 from nanovllm.vllm.arguments import SAMPLING, elsewhere
 

@@ -50,8 +50,8 @@ from nanovllm.jobs.runner import JobRunner
 from nanovllm.jobs.tasks import Renderer, RowFormat
 from nanovllm.llm import LLM
 from nanovllm.models.registry import open_checkpoint
+from nanovllm.params import SamplingParams
 from nanovllm.report import Answers, GPUMonitor, Sample, check_path, write_report
-from nanovllm.sampling_params import SamplingParams
 
 _RESUMES = "; the same command resumes"
 _SHOWN_FILES = 10

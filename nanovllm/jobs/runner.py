@@ -22,7 +22,7 @@ from nanovllm.jobs.output import Output
 from nanovllm.jobs.progress import JobProgress, Work
 from nanovllm.jobs.sources import Input, SourceRow
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task, as_prompt
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 
 _EMBED_ROWS = 256  # rows in one call of `embed`
 _RENDER_ROWS = 64  # rows whose conversations are rendered at once

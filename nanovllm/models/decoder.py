@@ -74,9 +74,7 @@ class Attention(WeightLayer):
         self.rotary = build.rope(spec.rope, head_dim)
         self._turned = 0 if spec.rope is None else spec.rope.rotary_dim(head_dim) % head_dim
         self._interleaved = spec.rope is not None and spec.rope.interleaved
-        self.windowed = (
-            False  # whether its blocks are those of layers with a window; the cache's owner sets it
-        )
+        self.group = 0  # its `KVGroup`; the cache's owner sets it
         self.cache = KVCache(torch.empty(0), torch.empty(0))
         if spec.kv_from is None:
             heads = head_dim, spec.num_heads, spec.num_kv_heads
@@ -114,7 +112,7 @@ class Attention(WeightLayer):
         Stores keys and values in the step's slots, and copies cached ones, before any token attends.
         """
         spec, eps = self.spec, self.eps
-        meta = step.meta.of_windows() if self.windowed else step.meta
+        meta = step.meta.of_group(self.group)
         q_weight, k_weight = (
             x.weight if isinstance(x, RMSNorm) else None for x in (self.q_norm, self.k_norm)
         )

@@ -28,6 +28,7 @@ import torch
 
 from nanovllm.device import Device
 from nanovllm.errors import KVCacheMemoryError, WorkerError
+from nanovllm.kv_group import slabs_of
 from nanovllm.lifecycle import finalize, held_interrupts
 from nanovllm.models.weights import weight_bytes
 from nanovllm.parallel.channel import Channel
@@ -210,8 +211,9 @@ class Ranks:
         Other processes may take memory between the measurement and the allocation; then measure again.
         """
         runner = self.runner
-        sizes = runner.config.max_num_seqs, runner.max_model_len, runner.config.max_num_batched_tokens
-        most = runner.layout.most_blocks(*sizes, runner.block_size)
+        config, groups, longest = runner.config, runner.layout.groups, runner.max_model_len
+        each = slabs_of(groups, longest, runner.block_size, config.max_num_batched_tokens)
+        most = config.max_num_seqs * each  # more blocks are of no use
         for _ in range(_KV_CACHE_TRIES):
             spaces = self.call("measure_kv_cache", reserve)
             self.num_blocks = fit_kv_cache(spaces, runner.config, runner.block_size, most)

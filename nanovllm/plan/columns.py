@@ -27,8 +27,8 @@ from nanovllm.batch import (
     TokenLogprobs,
     WantedTokens,
 )
+from nanovllm.params import SamplingParams
 from nanovllm.plan.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams
 
 _NO_TOKENS = np.empty(0, np.int64)
 

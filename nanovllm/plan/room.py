@@ -1,65 +1,29 @@
-"""Room: which sequences fit into the KV cache; Windows: how long blocks of layers with a window are kept.
-
-Owns no block; what is free is known to the `BlockManager`.
-"""
+"""Room: which sequences fit into the KV cache. Owns no block; what is free is known to the `BlockManager`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 
-
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """What the layers with a window need. A block that no later token reads is freed."""
-
-    reach: int  # the positions, back from a token and with its own, that any of these layers may read
-    parts: int | None = None  # blocks of the other layers that one of theirs makes; None: all have windows
-
-    def first_read(self, position: int, block_size: int) -> int:
-        """The first block that the token at `position`, or a later one, reads."""
-        return max(0, position + 1 - self.reach) // block_size
-
-    def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
-        """The most blocks that a sequence of `num_tokens` has at once, computed `chunk` tokens at a time."""
-        whole = -(-num_tokens // block_size)
-        return min(whole, (self.reach + chunk - 2) // block_size + 2)
-
-    def slabs(self, num_tokens: int, block_size: int, chunk: int) -> int:
-        """The most slabs of the `BlockPool` that a sequence has at once, if its blocks lie close together."""
-        others = 0 if self.parts is None else -(-num_tokens // (block_size * self.parts))
-        return others + self.most_blocks(num_tokens, block_size, chunk)
-
-    def longest(self, asked: int, num_slabs: int, block_size: int, chunk: int) -> int:
-        """The most tokens of a sequence, up to `asked`, for which so many slabs suffice."""
-        low, high = 0, asked
-        while low < high:  # bisection: a longer sequence never needs fewer
-            middle = (low + high + 1) // 2
-            if self.slabs(middle, block_size, chunk) <= num_slabs:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+from nanovllm.kv_group import ONE_GROUP, KVGroup, longest_in
 
 
 @dataclass(frozen=True)
 class Room:
     """Which sequences fit: the size of the KV cache, and the longest sequence."""
 
-    num_blocks: int
+    num_blocks: int  # slabs of the `BlockPool`
     block_size: int
     asked: int  # max_model_len before the size of the KV cache lowers it
     longest: int | None = None  # up to which the user can raise max_model_len; None: its current value
     cache_options: str = "num_kvcache_blocks or gpu_memory_utilization"  # to make the cache larger, in errors
-    windows: Windows | None = None  # None: every layer reads all tokens
+    groups: tuple[KVGroup, ...] = ONE_GROUP
     chunk: int = 1  # most new tokens of a step
 
     @cached_property
     def max_model_len(self) -> int:
         """The most tokens of prompt and output together."""
-        if self.windows is None:
-            return min(self.asked, self.num_blocks * self.block_size)
-        return self.windows.longest(self.asked, self.num_blocks, self.block_size, self.chunk)
+        return longest_in(self.groups, self.asked, self.num_blocks, self.block_size, self.chunk)
 
     def check_fits(self, length: int, more: int = 1) -> None:
         """Raise ValueError, with the fix, if there is no room for a prompt of `length` tokens and `more`

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -26,11 +27,13 @@ from nanovllm.batch import (
     TokenMasks,
 )
 from nanovllm.config import Config
-from nanovllm.extras.token_rules import RuledRow, restrict_all
+from nanovllm.doors import EXTRAS, Table
 from nanovllm.plan.block_manager import BlockManager
 from nanovllm.plan.columns import SamplingTable, keep_logprobs, num_likeliest, take_prompt_tokens
 from nanovllm.plan.room import Room
 from nanovllm.plan.sequence import Sequence, SequenceStatus
+
+_EXTRAS: Table[Any] = Table(EXTRAS)
 
 
 class Scheduler:
@@ -46,7 +49,7 @@ class Scheduler:
         # Whether the prefix cache also offers what decode steps wrote, with other bits than prefill.
         self._share_outputs = not config.deterministic
         self.block_manager = BlockManager(
-            room.num_blocks, room.block_size, caching, room.windows, chunk, self._share_outputs
+            room.num_blocks, room.block_size, caching, room.groups, chunk, self._share_outputs
         )
         self.max_num_seqs = max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
@@ -61,10 +64,10 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._sampling = SamplingTable(max_num_seqs)
         max_blocks = self.block_manager.blocks_for(room.max_model_len)
-        self._block_tables = np.full((max_num_seqs, max_blocks), PADDING, np.int32)  # a row for each slot
-        self._window_tables = self._block_tables.copy() if self.block_manager.two_kinds else None
+        # The block tables of each group of layers: a row for each slot.
+        self._tables = [np.full((max_num_seqs, max_blocks), PADDING, np.int32) for _ in room.groups]
         self._table_lens = np.zeros(max_num_seqs, np.int32)
-        self._prefilled: list[Sequence] = []  # in the last step, if there are windows
+        self._prefilled: list[Sequence] = []  # in the last step, if not all their blocks are kept
 
     def is_finished(self) -> bool:
         return not self._unfinished
@@ -122,13 +125,8 @@ class Scheduler:
         ]
         ruled = [(row, seq) for row, seq in rows if seq.rules]
         bits = buffer[: len(ruled)]
-        restrict_all(
-            [
-                RuledRow(index, seq.rules, seq.token_ids, seq.num_prompt_tokens)
-                for index, (_, seq) in enumerate(ruled)
-            ],
-            bits,
-        )
+        if ruled:
+            _EXTRAS["restrict"]([seq for _, seq in ruled], bits)
         return TokenMasks(
             np.array([row for row, _ in ruled], np.int64),
             bits,
@@ -213,7 +211,7 @@ class Scheduler:
             if seq is None:
                 break
             query_len = min(budget, len(seq.token_ids) - seq.num_computed_tokens)
-            if self.room.windows is not None:
+            if not self.block_manager.keeps_all:
                 extended = self.block_manager.extend(seq, seq.num_computed_tokens + query_len)
                 assert extended, "its admission left room for every step of its prompt"
                 self._write_table(seq)
@@ -226,7 +224,7 @@ class Scheduler:
             self.prefilling = seq if seq.num_computed_tokens < len(seq.token_ids) else None
         if not seqs:
             return None
-        self._prefilled = [] if self.room.windows is None else seqs
+        self._prefilled = [] if self.block_manager.keeps_all else seqs
         draws = [int(s is not self.prefilling and s.max_tokens_total > len(s.token_ids)) for s in seqs]
         token_ids: list[bytes] = []
         for seq, query_len, drawn in zip(seqs, query_lens, draws, strict=True):
@@ -280,7 +278,7 @@ class Scheduler:
             seq = self.running[index]
             index += 1
             num_tokens = len(seq.token_ids) + seq.num_pending_tokens
-            if num_tokens > len(seq.block_table) * block_size and not self._grow(seq):
+            if num_tokens > len(seq.tables[0]) * block_size and not self._grow(seq):
                 continue
             seq.num_computed_tokens = num_tokens
             seq.num_pending_tokens += 1
@@ -351,19 +349,17 @@ class Scheduler:
         self._free_slot(seq)
 
     def _free_slot(self, seq: Sequence) -> None:
-        self._block_tables[seq.slot] = PADDING
-        if self._window_tables is not None:
-            self._window_tables[seq.slot] = PADDING
+        for rows in self._tables:
+            rows[seq.slot] = PADDING
         self._table_lens[seq.slot] = 0
         self._free_slots.append(seq.slot)
         seq.slot = NO_SLOT
 
     def _write_table(self, seq: Sequence) -> None:
-        """Copy the sequence's block table to the row of its slot."""
-        self._block_tables[seq.slot, : len(seq.block_table)] = seq.block_table
-        if self._window_tables is not None:
-            self._window_tables[seq.slot, : len(seq.window_table)] = seq.window_table
-        self._table_lens[seq.slot] = len(seq.block_table)
+        """Copy the sequence's block tables to the rows of its slot."""
+        for rows, table in zip(self._tables, seq.tables, strict=True):
+            rows[seq.slot, : len(table)] = table
+        self._table_lens[seq.slot] = len(seq.tables[0])
 
     def _make_batch(
         self,
@@ -373,7 +369,7 @@ class Scheduler:
         query_lens: np.ndarray,
         context_lens: np.ndarray,
         draws: np.ndarray,
-        copies: np.ndarray | None = None,
+        copies: tuple[np.ndarray, ...] = (),
     ) -> Batch:
         slots = np.array([seq.slot for seq in seqs], np.int32)
         width = int(self._table_lens[slots].max())
@@ -388,10 +384,9 @@ class Scheduler:
             token_ids=token_ids,
             query_lens=query_lens,
             context_lens=context_lens,
-            block_tables=self._block_tables[slots, :width],
+            tables=tuple([rows[slots, :width] for rows in self._tables]),
             draws=draws,
             sampling=self._sampling.take(slots, context_lens),
             extras=extras,
-            window_tables=None if self._window_tables is None else self._window_tables[slots, :width],
             copies=copies,
         )

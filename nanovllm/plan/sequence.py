@@ -6,12 +6,12 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import numpy as np
 
 from nanovllm.batch import NO_SLOT, TokenLogprobs
-from nanovllm.extras.token_rules import Rule
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.params import SamplingParams
 
 
 class SequenceStatus(Enum):
@@ -35,7 +35,7 @@ class Sequence:
     seed: int
     stop_ids: frozenset[int] = frozenset()
     whole_prompt: array[int] | None = None  # with a last token that is only scored; None: as `token_ids`
-    rules: list[Rule] = field(default_factory=list)  # on the next token
+    rules: list[Any] = field(default_factory=list)  # on the next token, of `extras/token_rules.py`
     next_wanted: int | None = None  # the next prompt position whose hidden state is needed, if any
     pooling: str | None = None  # of these hidden states, as in `Request`; None: they score tokens
     num_prompt_tokens: int = field(init=False)
@@ -46,8 +46,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None  # at first admission
     num_preemptions: int = 0
-    block_table: list[int] = field(default_factory=list)
-    window_table: list[int] = field(default_factory=list)  # of layers with a window, if others have none
+    tables: list[list[int]] = field(default_factory=list)  # the blocks of each `KVGroup`; empty: it owns none
     num_hashed_blocks: int = 0  # leading blocks that are registered in the prefix cache
     chain: int | None = 0  # the chain id of these blocks; None if a hash collision prevents more
     is_uncounted: bool = False  # penalties have not counted its tokens since its admission
@@ -98,5 +97,5 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, {self.status.name}, {len(self.token_ids)}+{self.num_pending_tokens} "
-            f"tokens, {self.num_computed_tokens} computed, {len(self.block_table)} blocks)"
+            f"tokens, {self.num_computed_tokens} computed, {sum(map(len, self.tables[:1]))} blocks)"
         )

@@ -6,7 +6,7 @@ batch, and whether it has filters.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from nanovllm.batch import (
     rows_of,
 )
 from nanovllm.device import Device
+from nanovllm.doors import EXTRAS, Table
 from nanovllm.extras.kernels.logprobs import TokenLogprobTensors, token_logprobs
 from nanovllm.kernels.last_tokens import keep_tokens
 from nanovllm.kernels.logits import (
@@ -38,8 +39,8 @@ from nanovllm.kernels.sampling import filtered_logits, sample
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.parallel.group import TPGroup
 from nanovllm.runner.inputs import StepInputs, StepTensors, last_rows, wanted_rows
-from nanovllm.sampling_params import call_processor
 
+_EXTRAS: Table[Any] = Table(EXTRAS)
 _CHUNK_BYTES = 2**28  # of float32 logits that are computed at once
 
 
@@ -213,7 +214,9 @@ class Ending:
             return raw
         x = raw.to(torch.float32, copy=True)
         for row, function, prompt_ids, output_ids in functions:
-            x[row - rows.start] = call_processor(function, prompt_ids, output_ids, x[row - rows.start])
+            x[row - rows.start] = _EXTRAS["call_processor"](
+                function, prompt_ids, output_ids, x[row - rows.start]
+            )
         if bias is not None and inside is not None:
             send = self._device.send
             where = send(bias.rows[inside] - rows.start), send(bias.token_ids[inside])

@@ -8,8 +8,9 @@ dtype, shape and neutral value of each column, but not its meaning.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
 from typing import Annotated, Generic, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 from nanovllm.attention.base import (
     AttentionColumns,
     CellCopies,
+    GroupColumns,
     PrefillRanges,
     SharedPrefixes,
     StepColumns,
@@ -59,27 +61,32 @@ def prepare_prefill(batch: Batch, block_size: int, in_halves: bool = False) -> S
     cu_seqlens_q = prefix_sum(query_lens)
     rows = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)  # [T] the row of each token
     positions = np.arange(len(rows), dtype=np.int32) + (context_lens - query_lens - cu_seqlens_q[:-1])[rows]
-    slots = _slot_mapping(batch.block_tables, rows, positions, block_size)
-    near = batch.window_tables
-    window_slots = None if near is None else _slot_mapping(near, rows, positions, block_size)
+    first, *others = _groups(batch, rows, positions, block_size)
     attention = StepColumns(
-        slot_mapping=slots,
+        **vars(first),
         context_lens=context_lens,
-        block_tables=batch.block_tables,
         max_seqlen_k=int(context_lens.max()),
         prefill=PrefillRanges(cu_seqlens_q, prefix_sum(context_lens), int(query_lens.max())),
-        copies=_copies(batch.copies),
         wanted_rows=wanted_rows(batch),
-        halves=halves(batch, slots, window_slots) if in_halves else None,
-        window_slots=window_slots,
-        window_tables=near,
+        halves=halves(batch, [first, *others]) if in_halves else None,
+        others=tuple(others),
     )
     return _inputs(batch, rows, positions, attention)
 
 
-def _copies(cells: np.ndarray | None) -> CellCopies[np.ndarray] | None:
+def _groups(
+    batch: Batch, rows: np.ndarray, positions: np.ndarray, block_size: int
+) -> list[GroupColumns[np.ndarray]]:
+    """The columns of each `KVGroup`. rows, positions [T]: each token's row, and its place in its sequence."""
+    return [
+        GroupColumns(_slot_mapping(table, rows, positions, block_size), table, copies)
+        for table, copies in zip_longest(batch.tables, map(_copies, batch.copies))
+    ]
+
+
+def _copies(cells: np.ndarray) -> CellCopies[np.ndarray] | None:
     """cells [C, 4] as in `Batch`; none if there are none."""
-    return None if cells is None or not len(cells) else CellCopies(cells, int(cells[:, 3].max()))
+    return CellCopies(cells, int(cells[:, 3].max())) if len(cells) else None
 
 
 def prepare_decode(
@@ -90,15 +97,13 @@ def prepare_decode(
 ) -> StepInputs[np.ndarray]:
     """The inputs of a decode step. max_seqlen_k: an upper bound of context lengths; None: the longest."""
     rows, positions = np.arange(len(batch.slots)), batch.context_lens - np.int32(1)
-    near = batch.window_tables
+    first, *others = _groups(batch, rows, positions, block_size)
     attention = StepColumns(
-        slot_mapping=_slot_mapping(batch.block_tables, rows, positions, block_size),
+        **vars(first),
         context_lens=batch.context_lens,
-        block_tables=batch.block_tables,
         max_seqlen_k=int(batch.context_lens.max()) if max_seqlen_k is None else max_seqlen_k,
         shared=shared,
-        window_slots=None if near is None else _slot_mapping(near, rows, positions, block_size),
-        window_tables=near,
+        others=tuple(others),
     )
     return _inputs(batch, rows, positions, attention)
 
@@ -157,10 +162,9 @@ def overlaps(batch: Batch, tp_size: int) -> bool:
     return large and tp_size in OVERLAP_RANKS
 
 
-def halves(
-    batch: Batch, slot_mapping: np.ndarray, window_slots: np.ndarray | None = None
-) -> tuple[Half, Half]:
-    """Split a batch of two or more tokens in the middle; one sequence may be in both halves."""
+def halves(batch: Batch, groups: Sequence[GroupColumns[np.ndarray]]) -> tuple[Half, Half]:
+    """Split a batch of two or more tokens in the middle; one sequence may be in both halves. groups: of the
+    whole batch."""
     ends = np.cumsum(batch.query_lens)
     cut = int(ends[-1]) // 2
     row = int(np.searchsorted(ends, cut))  # the row of the last token of the first half
@@ -172,32 +176,36 @@ def halves(
     contexts[-1] -= left
     if left:
         second[0] = left
-    left_half = _half(first, contexts, slot_mapping[:cut], batch.block_tables[: row + 1])
-    right_half = _half(
-        second, batch.context_lens[next_row:], slot_mapping[cut:], batch.block_tables[next_row:]
-    )
-    if batch.copies is not None:  # in the half in which their row begins: it reads them there first
-        is_left = np.isin(batch.copies[:, 1], batch.block_tables[: row + 1])
-        left_half = replace(left_half, copies=_copies(batch.copies[is_left]))
-        right_half = replace(right_half, copies=_copies(batch.copies[~is_left]))
-    near = batch.window_tables
-    if near is None or window_slots is None:
-        return left_half, right_half
-    return (
-        replace(left_half, window_slots=window_slots[:cut], window_tables=near[: row + 1]),
-        replace(right_half, window_slots=window_slots[cut:], window_tables=near[next_row:]),
-    )
+    begun = [_begun(each, batch.tables[number][: row + 1]) for number, each in enumerate(groups)]
+    left_groups = [
+        GroupColumns(each.slot_mapping[:cut], each.block_tables[: row + 1], copies)
+        for each, (copies, _) in zip(groups, begun, strict=True)
+    ]
+    right_groups = [
+        GroupColumns(each.slot_mapping[cut:], each.block_tables[next_row:], copies)
+        for each, (_, copies) in zip(groups, begun, strict=True)
+    ]
+    return _half(first, contexts, left_groups), _half(second, batch.context_lens[next_row:], right_groups)
 
 
-def _half(
-    query_lens: np.ndarray, context_lens: np.ndarray, slot_mapping: np.ndarray, block_tables: np.ndarray
-) -> Half:
+def _begun(
+    group: GroupColumns[np.ndarray], tables: np.ndarray
+) -> tuple[CellCopies[np.ndarray] | None, CellCopies[np.ndarray] | None]:
+    """The copies to blocks of these tables, and the others. A row needs them in the half in which it begins:
+    it reads them there first."""
+    if group.copies is None:
+        return None, None
+    is_left = np.isin(group.copies.cells[:, 1], tables)
+    return _copies(group.copies.cells[is_left]), _copies(group.copies.cells[~is_left])
+
+
+def _half(query_lens: np.ndarray, context_lens: np.ndarray, groups: list[GroupColumns[np.ndarray]]) -> Half:
     return AttentionColumns(
-        slot_mapping=slot_mapping,
+        **vars(groups[0]),
         context_lens=context_lens,
-        block_tables=block_tables,
         max_seqlen_k=int(context_lens.max()),
         prefill=PrefillRanges(prefix_sum(query_lens), prefix_sum(context_lens), int(query_lens.max())),
+        others=tuple(groups[1:]),
     )
 
 
@@ -257,9 +265,11 @@ class Staging:
     buffer is written again only after the device has finished its last use.
     """
 
-    def __init__(self, device: Device, size: StepSize) -> None:
-        """size: of the largest step. The buffer has room for it with all optional parts."""
-        words = sum(_end_of(column, 0, column.shape(size)) for column in all_columns(StepInputs)) // 4
+    def __init__(self, device: Device, size: StepSize, groups: int = 1) -> None:
+        """size: of the largest step. The buffer has room for it with all optional parts, for each of so many
+        groups of layers."""
+        columns = all_columns(StepInputs)
+        words = groups * sum(_end_of(column, 0, column.shape(size)) for column in columns) // 4
         self._device = device
         self._buffer = torch.zeros(words, dtype=torch.int32, device=device.torch)
         self._columns = {dtype: self._buffer.view(other) for dtype, other in _TORCH_DTYPES.items()}

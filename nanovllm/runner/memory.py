@@ -6,18 +6,21 @@ The cache is one tensor for all attention layers. Asks no device, and knows no s
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import lcm, prod
+from math import prod
 
 import numpy as np
 import torch
 
+from nanovllm import doors
 from nanovllm.attention.base import AttentionSpec
-from nanovllm.batch import PADDING, Batch, StepKind, greedy
+from nanovllm.batch import Batch, StepKind, greedy
 from nanovllm.config import Config
 from nanovllm.device import Device
+from nanovllm.doors import Table
 from nanovllm.errors import KVCacheMemoryError
+from nanovllm.kv_group import ONE_GROUP, KVGroup
 from nanovllm.models.decoder import Attention
 
 logger = logging.getLogger("nanovllm")
@@ -136,34 +139,28 @@ def equal_batch(
         token_ids=np.zeros(num_seqs * query_len, np.int32),
         query_lens=np.full(num_seqs, query_len, np.int32),
         context_lens=np.full(num_seqs, context_len, np.int32),
-        block_tables=np.tile(table, (num_seqs, 1)),
+        tables=(np.tile(table, (num_seqs, 1)),),
         draws=np.ones(num_seqs, np.int32),
         sampling=replace(sampling, temperature=np.ones(num_seqs, np.float32), filters=filters),
     )
 
 
-_MOST_UNUSED = 0.25  # of a block's memory; beyond it all layers keep the blocks of all tokens
+LAYOUTS: Table[Callable[[Sequence[AttentionSpec], int, int], CacheLayout]] = Table(doors.LAYOUTS)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """How layers share the cache [2, layers, num_blocks, block_size * cell], which is contiguous.
 
-    Layers with a window and the others have blocks of their own if both kinds exist. Then block i of the
-    first and `parts` blocks of the others take the same memory, [:, :, i], which is a slab of the pool. Each
-    layer sees an ordinary contiguous cache [blocks, block_size, KV heads, head_dim]; where layers of both
-    kinds have other sizes, their blocks have other numbers there than in the pool: see `blocks_of`.
+    A block of the cache is a slab of the pool. Each layer sees an ordinary contiguous cache [blocks,
+    block_size, KV heads, head_dim]. This layout has one group of layers, with the same blocks.
     """
 
     layers: int  # of the cache
     cell: int  # elements of a position in a layer of the cache
     sizes: tuple[int, ...]  # of each attention layer: KV heads * head_dim; 0: it reads those of another layer
-    windowed: tuple[
-        bool, ...
-    ]  # of each attention layer: whether its blocks are those of layers with a window
-    parts: int | None = None  # None: all layers have the same blocks
-    reach: int | None = None  # positions that layers with a window may read; None: no block can be freed
-    pieces: tuple[int, int] = 1, 1  # blocks without and with a window in a block of a layer of the cache
+    group_of: tuple[int, ...]  # of each attention layer
+    groups: tuple[KVGroup, ...] = ONE_GROUP
 
     @classmethod
     def plain(cls, specs: Sequence[AttentionSpec]) -> CacheLayout:
@@ -171,94 +168,26 @@ class CacheLayout:
         sizes = tuple(0 if spec.kv_from is not None else spec.num_kv_heads * spec.head_dim for spec in specs)
         own = [size for size in sizes if size]
         layers, cell = (len(own), own[0]) if len({*own}) == 1 else (1, sum(own))
-        return cls(layers, cell, sizes, (False,) * len(specs))
+        return cls(layers, cell, sizes, (0,) * len(specs))
 
     @classmethod
     def of(cls, specs: Sequence[AttentionSpec], block_size: int, tile: int) -> CacheLayout:
         """tile: `window_tile` of the backend."""
-        owners = [index if spec.kv_from is None else spec.kv_from for index, spec in enumerate(specs)]
-        windows = {
-            owner: [spec.window for spec, other in zip(specs, owners, strict=True) if other == owner]
-            for owner in owners
-        }
-        near = {owner for owner, found in windows.items() if None not in found}
-        one = cls.plain(specs)
-        if not near:
-            return one
-        reach = max(window for owner in near for window in windows[owner] if window is not None)
-        reach += 0 if block_size % tile == 0 else tile - 1
-        others = len(windows) - len(near)
-        if not others:
-            return replace(one, reach=reach)
-        kinds = [{one.sizes[owner] for owner in owners if (owner in near) == kind} for kind in (True, False)]
-        if max(map(len, kinds)) > 1:  # a kind whose layers differ has no common block
-            return one
-        [near_size], [other_size] = kinds
-        cell = lcm(near_size, other_size)
-        near_layers = -(-len(near) // (cell // near_size))  # of the cache
-
-        def unused(layers: int) -> float:
-            return max((layers * cell - len(near) * near_size) / (layers * cell), layers % others / layers)
-
-        layers = min(range(max(near_layers, others), near_layers + others), key=unused)
-        if unused(layers) > _MOST_UNUSED:
-            return one
-        pieces = cell // other_size, cell // near_size
-        windowed = tuple(owner in near for owner in owners)
-        return cls(layers, cell, one.sizes, windowed, layers // others * pieces[0], reach, pieces)
+        if all(spec.window is None for spec in specs):
+            return cls.plain(specs)
+        return LAYOUTS["windows"](specs, block_size, tile)
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return 2, self.layers, num_blocks, block_size * self.cell
 
-    def blocks_of(self, numbers: np.ndarray, windowed: bool, slabs: int) -> np.ndarray:
-        """Block numbers of the pool, of `slabs` slabs, as those of each layer of a kind; PADDING stays.
-
-        A block of layers with a window has the number of its slab in the pool.
-        """
-        pieces = np.int32(self.pieces[windowed])
-        if pieces == 1:
-            return numbers
-        part, slab = (np.zeros_like(numbers), numbers) if windowed else np.divmod(numbers, np.int32(slabs))
-        inside = (part // pieces * np.int32(slabs) + slab) * pieces + part % pieces
-        return np.where(numbers == PADDING, numbers, inside)
-
     def numbered(self, batch: Batch, slabs: int) -> Batch:
-        """A batch with block numbers of the pool as one with those of layers."""
-        if self.pieces == (1, 1):
-            return batch
-        assert batch.window_tables is not None, "there are two kinds of layers"
-        return replace(
-            batch,
-            block_tables=self.blocks_of(batch.block_tables, False, slabs),
-            window_tables=self.blocks_of(batch.window_tables, True, slabs),
-        )
-
-    def most_blocks(self, sequences: int, longest: int, chunk: int, block_size: int) -> int:
-        """More blocks than these are of no use to so many sequences of `longest` tokens."""
-        blocks = -(-longest // block_size)
-        if self.reach is None:
-            return sequences * blocks
-        windowed = min(blocks, (self.reach + chunk) // block_size + 2)
-        others = 0 if self.parts is None else -(-blocks // self.parts)
-        return sequences * (others + windowed)
+        """A batch with block numbers of the pool, of `slabs` slabs, as one with those of layers."""
+        return batch
 
     def places(self, slabs: int) -> list[tuple[int, int]]:
         """Where the keys of each attention layer lie in those of a cache of `slabs` blocks: the first element
         and the number of elements, both for a block of one position."""
-        places, seen = [], [0, 0]
-        near_pieces, span = self.pieces[True], self.cell * slabs
-        layers = (self.parts or 0) // self.pieces[False]  # of the cache, for each layer without a window
-        for index, (size, near) in enumerate(zip(self.sizes, self.windowed, strict=True)):
-            number = seen[near]
-            seen[near] += size > 0
-            if self.parts is None:
-                places.append((sum(self.sizes[:index]) * slabs, size * slabs))
-            elif near:  # each slab holds `near_pieces` of them, one after the other
-                start = number % near_pieces * size
-                places.append((number // near_pieces * span + start, max(0, span - start)))
-            else:
-                places.append((number * layers * span, layers * span))
-        return places
+        return [(sum(self.sizes[:index]) * slabs, size * slabs) for index, size in enumerate(self.sizes)]
 
 
 def attach(
@@ -279,14 +208,14 @@ def attach(
             return cells.view(blocks, heads, page, dim).transpose(1, 2)
         return cells.view(blocks, page, heads, dim)
 
-    for layer, windowed, place in zip(layers, layout.windowed, layout.places(slabs), strict=True):
+    for layer, group, place in zip(layers, layout.group_of, layout.places(slabs), strict=True):
         source = layer.spec.kv_from
         if source is not None:
             k, v = layers[source].cache[:2]
         else:
             k, v = (part(layer.spec, each, *place) for each in memory)
         layer.cache = layer.cache._replace(k=k, v=v)
-        layer.windowed = windowed
+        layer.group = group
 
 
 def scratch_in(kv_cache: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -108,7 +108,7 @@ class ModelRunner:
         unit = 0 if self.shared_unit is None else self.shared_unit.sequences
         copies = max_seqs * min(max_seqs, self.block_size)  # a row's come from a block of each earlier row
         self.size = StepSize(max_tokens, max_seqs, self.max_blocks, unit, copies)  # of the largest step
-        self.staging = Staging(device, self.size)
+        self.staging = Staging(device, self.size, len(self.layout.groups))
         self.routed: torch.Tensor | None = None
         if config.return_routed_experts and model_config.moe is not None:
             self.routed = model_config.moe.record([*self.model.model.layers], max_tokens, device.torch)
@@ -150,8 +150,8 @@ class ModelRunner:
             batch = self._equal_batch(StepKind.PREFILL, 1, len(chunk), start + len(chunk))
             self.run(replace(batch, token_ids=chunk))
         contents = [layer.cache[:2] for layer in layers]
-        for layer, cache, windowed in zip(layers, caches, layout.windowed, strict=True):
-            layer.cache, layer.windowed = cache, windowed
+        for layer, cache, group in zip(layers, caches, layout.group_of, strict=True):
+            layer.cache, layer.group = cache, group
         set_scales(layers, contents, self.cache_dtype)
         self.kv_cache, self.layout = kept, layout
 
@@ -184,7 +184,7 @@ class ModelRunner:
     def _equal_batch(self, kind: StepKind, num_seqs: int, query_len: int, context_len: int) -> Batch:
         num_blocks = self.kv_cache.shape[2]
         batch = equal_batch(kind, num_seqs, query_len, context_len, self.block_size, num_blocks)
-        return replace(batch, window_tables=batch.block_tables) if self.layout.parts else batch
+        return replace(batch, tables=batch.tables * len(self.layout.groups))
 
     def measure_kv_cache(self, reserve: int) -> KVCacheSpace:
         """Return the device's memory for the KV cache besides `reserve` bytes, and the size of a block."""
@@ -268,8 +268,7 @@ class ModelRunner:
 
     def _make_step(self, shared: SharedRows | None, drawn: bool, rows: int) -> Callable[[], GraphOutput]:
         """A decode step of `rows` sequences over the fixed input buffer, to capture as a graph."""
-        tables = EMPTY_BATCH.block_tables if self.layout.parts else None
-        batch = replace(EMPTY_BATCH, window_tables=tables)
+        batch = replace(EMPTY_BATCH, tables=EMPTY_BATCH.tables * len(self.layout.groups))
         arrays = prepare_decode(batch, self.block_size, shared, self.max_model_len)
         inputs = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))()
         return lambda: self._graph_step(inputs, drawn)

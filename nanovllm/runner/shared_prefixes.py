@@ -44,7 +44,7 @@ class SharedPrefixFinder:
 
         Returns the last result while the batch has the same sequences in the same blocks.
         """
-        tables = batch.block_tables
+        tables = batch.tables[0]
         if self._last is not None:
             seq_ids, blocks, found = self._last
             if seq_ids == batch.seq_ids and np.array_equal(tables[:, : blocks.shape[1]], blocks):

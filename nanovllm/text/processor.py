@@ -7,33 +7,31 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import chain
-from typing import TYPE_CHECKING, TypeAlias
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from nanovllm.batch import TokenLogprobs
+from nanovllm.doors import CHAT, EXTRAS, Table
 from nanovllm.errors import BadRow, attempt
-from nanovllm.extras.logprobs import LogprobDicts, join_parts, join_rows
-from nanovllm.extras.structured import Constraint, GrammarCompiler
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed
-from nanovllm.sampling_params import GuardedProcessors, SamplingParams
-from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer, StopSearch, StopStrings
-from nanovllm.text.ends import with_written_end
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.params import SamplingParams
+from nanovllm.text.detokenizer import Detokenizer, StopSearch, StopStrings
 from nanovllm.text.prompts import Prompt, Request
-from nanovllm.text.templates import TemplateProcess
 from nanovllm.text.token_ids import pack_token_ids
-from nanovllm.text.tokenizer import LeastTokens, bad_word_ids, encode, num_bytes
+from nanovllm.text.tokenizer import LeastTokens, encode, num_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_CHAT: Table[Any] = Table(CHAT)
+_EXTRAS: Table[Any] = Table(EXTRAS)
 _CACHE_SIZE = 16  # lists of stop strings and of bad words; the longest take a few megabytes
 
 LONG_TEXT = 2**16  # characters; a shorter text is tokenised, whatever its length may turn out to be
 # The tokenised sampling parameters: `stop_token_ids`, `bad_words` and `constraint` of a Request.
-_OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], "Constraint | None"]
+_OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], Any]
 
 
 class Processor:
@@ -48,28 +46,34 @@ class Processor:
     ) -> None:
         """eos_token_ids: the model's own. max_logprobs: as in `Config`."""
         self.tokenizer = tokenizer  # may be replaced at any time
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
-        self._max_logprobs = max_logprobs
+        self.max_logprobs = max_logprobs
         self.max_model_len: int | None = None  # a text that cannot fit is not tokenised; None: no limit
-        self.templates = TemplateProcess()
         self._least_tokens: LeastTokens | None = None  # created on first use
         self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are skipped
-        self._grammars: GrammarCompiler | None = None  # created on first use
-        self._decoded: dict[int, str] = {}  # the text of single tokens
         # Rows of a job often have equal lists, each its own copy.
         self._searches = lru_cache(_CACHE_SIZE)(StopSearch)
-        self._bad_words = lru_cache(_CACHE_SIZE)(bad_word_ids)
 
     @property
     def eos_token_ids(self) -> list[int]:
         """The end-of-sequence tokens: the model's own and, as in vLLM, the tokenizer's."""
         ids, own = self._eos_token_ids, None if self.tokenizer is None else self.tokenizer.eos_token_id
-        return ids if own is None or own >= self._vocab_size or own in ids else [*ids, own]
+        return ids if own is None or own >= self.vocab_size or own in ids else [*ids, own]
 
     def add_written_end(self) -> None:
         """Have answers end by the token, too, that the chat template writes after them."""
-        self._eos_token_ids = with_written_end(self.tokenizer, self.eos_token_ids, self.templates)
+        self._eos_token_ids = _CHAT["written_end"](self.tokenizer, self.eos_token_ids, self.templates)
+
+    @property
+    def templates(self) -> Any:
+        """The process that applies chat templates; any thread may be the first to use it."""
+        return vars(self).get("_templates") or vars(self).setdefault("_templates", _CHAT["process"]())
+
+    def close(self) -> None:
+        """End that process, if there is one."""
+        if "_templates" in vars(self):
+            self.templates.close()
 
     def make_requests(
         self,
@@ -146,6 +150,11 @@ class Processor:
         kept = token_ids[: stop.num_tokens]
         return CompletionOutput(index, text, kept, finish_reason="stop", stop_reason=stop.found)
 
+    @cached_property
+    def extras(self) -> Any:
+        """What makes constraints and logprobs, on first use."""
+        return _EXTRAS["texts"](self)
+
     def with_logprobs(
         self,
         output: CompletionOutput,
@@ -157,13 +166,10 @@ class Processor:
 
         before: for a part of a completion, the last tokens before it.
         """
-        asked = request.params.num_logprobs
-        if asked is None:
+        if request.params.num_logprobs is None:
             return output
-        columns = join_rows(rows[: len(output.token_ids)], self._width(asked))
-        total = float(columns.values[:, 0].sum(dtype=np.float64))
-        logprobs = self.logprob_dicts(request.params, columns, before=before)
-        return changed(output, logprobs=logprobs, cumulative_logprob=total)
+        found: CompletionOutput = self.extras.with_logprobs(output, request, rows, before)
+        return found
 
     def output(
         self,
@@ -178,29 +184,20 @@ class Processor:
         """Return the output of the request, from its completions in order, the scores of prompt tokens, and
         the sum [hidden_size] of the prompt's hidden states. dead_end: where its constraint allowed no token:
         llguidance's message, if any, and the number of tokens before."""
-        first, logprobs = request.first_scored, None
-        num_unscored = len(request.prompt_token_ids) - sum([len(part.ranks) for part in scores])
-        if first is not None and num_unscored == first:  # the prompt ran whole
-            columns = join_parts(scores, self._width(request.params.prompt_logprobs or 0))
-            before = request.prompt_token_ids[:first]
-            logprobs = self.logprob_dicts(request.params, columns, first, before)
+        first = request.first_scored
         failed = "error" in [completion.finish_reason for completion in completions]
         return RequestOutput(
             request_id=str(request.request_id),
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            prompt_logprobs=logprobs,
+            prompt_logprobs=None if first is None else self.extras.prompt_logprobs(request, scores),
             outputs=completions,
             metrics=metrics,
             num_cached_tokens=num_cached_tokens,
-            error=_failure(request, dead_end) if failed else None,
+            error=self.extras.failure(request, dead_end) if failed else None,
             index=request.index,
             pooled=pooled,
         )
-
-    def _width(self, asked: int) -> int:
-        """The number of logprob columns: one for the token itself, and `asked` more; -1: the vocabulary."""
-        return 1 + (self._vocab_size if asked < 0 else min(asked, self._vocab_size))
 
     def encode(self, prompts: Sequence[Prompt], where: list[str]) -> list[list[int]]:
         """The checked token ids of prompts; ValueError as in `make_requests`."""
@@ -225,78 +222,16 @@ class Processor:
         """The text of tokens; None without a tokenizer."""
         return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
 
-    def logprob_dicts(
-        self,
-        params: SamplingParams,
-        columns: TokenLogprobs,
-        num_unknown: int = 0,
-        before: Sequence[int] = (),
-    ) -> LogprobDicts:
-        """The logprobs of tokens, with their text if outputs with these parameters have text."""
-        decode = self._decode_token if params.detokenize else None
-        return LogprobDicts(columns, decode, num_unknown, before)
-
-    def _decode_token(self, token_id: int, before: list[int]) -> str | None:
-        """The text of a token after the tokens `before`; None without a tokenizer.
-
-        Of a character that several tokens write, the last one has the text and the others have none, as in
-        vLLM.
-        """
-        if self.tokenizer is None:
-            return None
-        if token_id not in self._decoded:
-            self._decoded[token_id] = str(self.tokenizer.decode([token_id]))
-        text, token_ids = self._decoded[token_id], [token_id]
-        while text.endswith(CUT) and len(token_ids) <= min(LONGEST_CUT, len(before)):
-            token_ids.insert(0, before[-len(token_ids)])
-            text = str(self.tokenizer.decode(token_ids))
-        return "" if text.endswith(CUT) else text
-
-    def _check_num_logprobs(self, params: SamplingParams) -> None:
-        """ValueError for more logprobs than `max_logprobs` allows."""
-        for name in ("logprobs", "prompt_logprobs"):
-            asked, most = getattr(params, name), self._max_logprobs
-            if asked is not None and most >= 0 and not 0 <= asked <= most:
-                raise ValueError(
-                    f"{name}={asked} is more than max_logprobs={most} allows; make the LLM with a "
-                    f"larger max_logprobs (-1: no limit)"
-                )
-
     def _output_ids(self, params: SamplingParams) -> _OutputIds:
         """Tokenise and compile the parameters. ValueError and ImportError as in `make_requests`."""
-        self._check_num_logprobs(params)
-        if self.tokenizer is None:
-            for name in ("stop", "bad_words", "structured_outputs"):
-                if getattr(params, name):
-                    raise ValueError(
-                        f"{name}={getattr(params, name)!r} needs a tokenizer, and "
-                        "skip_tokenizer_init=True; use stop_token_ids or allowed_token_ids"
-                    )
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-            if ids := getattr(params, name):
-                pack_token_ids(list(ids), self._vocab_size, name, ordered=False)
+        if params.stop and self.tokenizer is None:
+            raise needs_tokenizer("stop", params.stop)
         stop_ids = list(params.stop_token_ids or ())
+        pack_token_ids(stop_ids, self.vocab_size, "stop_token_ids", ordered=False)
         if _ends_with_eos(params):
             stop_ids += self.eos_token_ids
-        bad_words: tuple[tuple[int, ...], ...] = ()
-        if params.bad_words:
-            assert self.tokenizer is not None
-            bad_words = self._bad_words(self.tokenizer, tuple(params.bad_words))
-            pack_token_ids([*chain(*bad_words)], self._vocab_size, "bad_words", ordered=False)
-        try:
-            constraint = self.constraint(params)
-        except ValueError as error:
-            raise ValueError(f"structured_outputs: {error}") from None
+        bad_words, constraint = self.extras.compiled(params) if params.has_extras else ((), None)
         return frozenset(stop_ids), bad_words, constraint
-
-    def constraint(self, params: SamplingParams) -> Constraint | None:
-        """The compiled constraint on the text, for the current tokenizer; None without a constraint."""
-        if params.structured_outputs is None:
-            return None
-        assert self.tokenizer is not None
-        if self._grammars is None or self._grammars.tokenizer is not self.tokenizer:
-            self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.eos_token_ids)
-        return self._grammars.constraint(params.structured_outputs)
 
     def _encode(self, prompts: Sequence[Prompt | BadRow], where: list[str]) -> list[Sequence[int] | BadRow]:
         """The token ids of each prompt, or the error of a bad one."""
@@ -331,7 +266,7 @@ class Processor:
             raise ids
         if not ids:
             raise ValueError(f"{where} has no tokens: {prompt.text!r}")
-        return pack_token_ids(ids, self._vocab_size, where)
+        return pack_token_ids(ids, self.vocab_size, where)
 
     def _text(self, request: Request, output_ids: list[int]) -> str:
         if self.tokenizer is None or not request.params.detokenize:
@@ -360,34 +295,9 @@ def _ends_with_eos(params: SamplingParams) -> bool:
     return not params.ignore_eos or params.structured_outputs is not None
 
 
-def _failure(request: Request, dead_end: tuple[str, int] | None) -> str:
-    """Why there was no token to draw, or no score or embedding. dead_end: as in `output`."""
-    params = request.params
-    for each in params.logits_processors or ():
-        if isinstance(each, GuardedProcessors) and each.error is not None:
-            return each.error
-    if dead_end is not None and params.structured_outputs is not None:
-        why, num_tokens = dead_end
-        cause = f"llguidance failed: {why}" if why else "no text that begins like this output satisfies it"
-        named = params.structured_outputs.named()
-        return f"structured_outputs: {named} allows no token at place {num_tokens} of the output; {cause}"
-    if request.pooling is not None:
-        return "the model's hidden states were not finite"
-    rules = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs", "logit_bias")
-    given = [name for name in (*rules, "logits_processors") if getattr(params, name)]
-    left = f"no token was left by {', '.join(given)}, or " if given else ""
-    return f"{left}the model's logits were not finite"
-
-
-def refused_output(
-    request_id: int, index: int, request: Request | BadRow, prompt: Prompt | BadRow, error: BadRow
-) -> RequestOutput:
-    """Return the output of a prompt that cannot run, with the known part of the prompt."""
-    text: str | None = None
-    ids: Sequence[int] = []
-    if isinstance(request, Request):
-        text, ids = request.prompt, request.prompt_token_ids
-    elif isinstance(prompt, Prompt):
-        text, ids = prompt.text, prompt.token_ids or []
-    answer = CompletionOutput(0, "", [], finish_reason="error")
-    return RequestOutput(str(request_id), text, ids, None, [answer], error=str(error), index=index)
+def needs_tokenizer(name: str, value: object) -> ValueError:
+    """The error of a parameter that only a tokenizer gives a meaning."""
+    return ValueError(
+        f"{name}={value!r} needs a tokenizer, and skip_tokenizer_init=True; use stop_token_ids or "
+        "allowed_token_ids"
+    )

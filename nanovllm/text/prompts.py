@@ -18,13 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from nanovllm.checks import show as show_value
 from nanovllm.errors import BadRow, attempt
-from nanovllm.extras.structured import Constraint
-from nanovllm.extras.structured_outputs import show as show_value
 from nanovllm.inputs import PromptLike
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.names import refuse_unknown
+from nanovllm.params import SamplingParams
 from nanovllm.text.token_ids import packed_ints
-from nanovllm.vllm.arguments import PROMPT, refuse_absent
 
 _NUMBERS = (int, float, np.number)  # elements of a list that is one prompt
 _KEYS = ("prompt", "prompt_token_ids")  # of a dictionary
@@ -172,9 +171,8 @@ def _parse_mapping(prompt: Mapping[str, Any], where: str) -> Prompt:
         raise ValueError(
             f"{where} must have the key 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}{hint}"
         )
-    refuse_absent(
-        where, {str(key): value for key, value in prompt.items() if key not in _KEYS}, PROMPT, _KEYS
-    )
+    others = {str(key): value for key, value in prompt.items() if key not in _KEYS}
+    refuse_unknown("prompt", others, _KEYS, where)
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if token_ids is None:
         if text is None or isinstance(text, Mapping):
@@ -354,7 +352,7 @@ class Request:
     params: SamplingParams
     stop_token_ids: frozenset[int]  # the caller's and, unless ignored, the model's end-of-sequence ids
     bad_words: tuple[tuple[int, ...], ...]  # the token ids of each
-    constraint: Constraint | None  # on the output's text
+    constraint: Any  # on the output's text, as `extras/structured.py` compiles it; None: any text
     index: int = 0  # of the prompt, in its call
     first_scored: int | None = None  # the first prompt token to score; None: none
     pooling: str | None = None  # of the prompt's hidden states: "last" or "mean"; None: no pooling

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.extras.structured_outputs import show
+from nanovllm.checks import show
 
 
 def pack_token_ids(token_ids: Sequence[int], vocab_size: int, where: str, ordered: bool = True) -> array[int]:

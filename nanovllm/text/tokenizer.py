@@ -106,27 +106,6 @@ def _fulfil(future: Future[Any], call: Any, *args: Any) -> None:
         future.set_exception(error)
 
 
-def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word, without and with a leading space.
-
-    As in vLLM, the form with a space is used only if it has the same number of tokens and begins with another
-    token. Leading whitespace of a word is removed, unless the word is only whitespace. ValueError for a word
-    without tokens.
-    """
-    found: list[tuple[int, ...]] = []
-    texts = [word.lstrip() or word for word in words]
-    all_bare = encode(tokenizer, texts, add_special_tokens=False)  # together, which is faster
-    all_spaced = encode(tokenizer, [f" {text}" for text in texts], add_special_tokens=False)
-    for word, *ids in zip(words, all_bare, all_spaced, strict=True):
-        bare, spaced = map(tuple, ids)
-        if not bare:
-            raise ValueError(f"bad_words has {word!r}, which has no tokens; leave it out")
-        found.append(bare)
-        if len(spaced) == len(bare) and spaced[0] != bare[0]:
-            found.append(spaced)
-    return tuple(found)
-
-
 # -- continuations ------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,7 @@ argument becomes supported, its name leaves these tables. Knows nothing of our o
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, NoReturn
@@ -322,17 +321,6 @@ def elsewhere(name: str, as_flag: bool = False) -> str | None:
     return f"that name is from {known.origin}; write {(as_flag and known.flag) or known.write}"
 
 
-class KnownFields:
-    """Base of dataclasses whose errors of an unknown argument say what to write."""
-
-    def __new__(cls, *positional: object, **values: object) -> Any:
-        known: Iterable[str] = cls.__dataclass_fields__  # type: ignore[attr-defined]
-        refuse_absent(
-            f"{cls.__name__}()", {name: values[name] for name in values if name not in known}, {}, known
-        )
-        return super().__new__(cls)
-
-
 def missing_in(module: str) -> Callable[[str], NoReturn]:
     """The `__getattr__` of a module. Of another library's class it says what to write."""
 
@@ -350,40 +338,16 @@ CHAT: dict[str, Absent] = GENERATE | {
 }
 
 
-def refuse_absent(
-    function: str, arguments: Mapping[str, object], table: Mapping[str, Absent], known: Iterable[str]
-) -> None:
-    """Check arguments that `function` does not have; `known` are the ones that it has.
-
-    ValueError for an argument of vLLM's without a neutral value; TypeError with the nearest name for any
-    other.
-    """
-    for name, value in arguments.items():
-        if name not in table:
-            raise TypeError(f"{function} got an unknown argument {name!r}; {nearest(name, known, table)}")
-        if not table[name].allows(value):
-            advice = table[name].advice
-            raise ValueError(f"{function}: {name}={value!r} is not supported; {advice}")
-
-
-def without_effect(arguments: Mapping[str, object], table: Mapping[str, Absent]) -> list[str]:
-    """What to say of accepted arguments that a user may expect to have an effect."""
-    return [
-        f"{name}={value!r} has no effect here; {table[name].advice}"
-        for name, value in arguments.items()
-        if table[name].neutral is None and table[name].advice and not _is_nothing(value)
-    ]
-
-
-def _is_nothing(value: object) -> bool:
-    return isinstance(value, (type(None), list, tuple, dict, str, set)) and not value
-
-
-def nearest(name: str, known: Iterable[str], table: Mapping[str, Absent]) -> str:
-    """A hint about the intended name: what to write for another library's, one of `known`, or one that the
-    table has advice for."""
-    if (write := elsewhere(name)) is not None:
-        return write
-    known, advised = list(known), (each for each, absent in table.items() if absent.neutral is not None)
-    near = difflib.get_close_matches(name, [*known, *advised], n=2, cutoff=0.6)
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"it knows: {', '.join(known)}"
+# The arguments by the call or class that takes them.
+ARGUMENTS: dict[str, dict[str, Absent]] = {
+    "LLM": ENGINE,
+    "EngineArgs": ENGINE,
+    "SamplingParams": SAMPLING,
+    "PoolingParams": POOLING,
+    "BeamSearchParams": BEAMS,
+    "prompt": PROMPT,
+    **dict.fromkeys(("LLM.generate", "LLM.enqueue", "LLM.add_request"), GENERATE),
+    **dict.fromkeys(("LLM.chat", "LLM.enqueue_chat"), CHAT),
+    "LLM.embed": EMBED,
+    "LLM.beam_search": BEAM_SEARCH,
+}

@@ -9,24 +9,19 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.chat.calls import ChatCalls
+from nanovllm.chat.conversations import Conversation, check_template_options
 from nanovllm.engine.metrics import engine_metrics
 from nanovllm.engine.progress import Progress
 from nanovllm.errors import BadRow, raise_first
-from nanovllm.inputs import PromptLike, refuse_others
+from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.metrics import Metric
+from nanovllm.names import refuse_unknown
 from nanovllm.outputs import RequestOutput
+from nanovllm.params import SamplingParams
 from nanovllm.residency.runner import FailedCall, RankView
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat import (
-    Conversation,
-    check_template_options,
-    parse_conversations,
-    render_conversations,
-)
 from nanovllm.text.prompts import Prompt, PromptBatch, parse_prompts, show
-from nanovllm.vllm.arguments import CHAT, GENERATE, refuse_absent
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +29,8 @@ if TYPE_CHECKING:
 _Engine = TypeVar("_Engine", bound="VLLMCalls")
 
 
-class VLLMCalls(LLMEngine):
+@calls_of_llm
+class VLLMCalls(ChatCalls):
     """An engine with vLLM's further calls."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -60,8 +56,9 @@ class VLLMCalls(LLMEngine):
         """
         self._lifecycle.check_open()
         others.pop("use_tqdm", None)  # queueing shows no progress
-        refuse_others(self.enqueue, others, GENERATE)
-        return self._enqueue(*parse_prompts(prompts), sampling_params)
+        refuse_others(VLLMCalls.enqueue, others)
+        rows, where = parse_prompts(prompts)
+        return self._enqueue(rows, where, sampling_params)
 
     def enqueue_chat(
         self,
@@ -78,21 +75,17 @@ class VLLMCalls(LLMEngine):
         """Queue conversations, with the arguments of `chat`, and return their request ids, as `enqueue`."""
         self._lifecycle.check_open()
         others.pop("use_tqdm", None)
-        refuse_others(self.enqueue_chat, others, CHAT)
-        template = chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
-        return self._enqueue(*self._rendered(messages, "raise", *template), sampling_params)
-
-    def _rendered(
-        self, messages: Conversation | Iterable[Conversation], on_error: str, *template: Any
-    ) -> tuple[list[Prompt | BadRow], list[str]]:
-        """The prompts of conversations, and their names in errors. template: see `check_template_options`."""
-        options = check_template_options(self.tokenizer, *template)
-        assert self.tokenizer is not None
-        conversations = parse_conversations(messages)
-        if on_error == "raise":
-            raise_first(conversations)
-        prompts = render_conversations(self.tokenizer, conversations, options, self._processor.templates)
-        return prompts, [f"conversation {index}" for index in range(len(prompts))]
+        refuse_others(VLLMCalls.enqueue_chat, others)
+        options = check_template_options(
+            self.tokenizer,
+            chat_template,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            chat_template_kwargs,
+        )
+        prompts, where = self._rendered(messages, "raise", options)
+        return self._enqueue(prompts, where, sampling_params)
 
     def _enqueue(
         self,
@@ -152,7 +145,7 @@ class VLLMCalls(LLMEngine):
         names = ("prompt", "sampling_params") if ours else ("request_id", "prompt", "params")
         given = dict(zip(names, args, strict=False)) | named
         others = {name: given.pop(name) for name in list(given) if name not in names}
-        refuse_absent("LLM.add_request()", others, GENERATE, ("prompt", "sampling_params", "request_id"))
+        refuse_unknown("LLM.add_request", others, ("prompt", "sampling_params", "request_id"))
         if len(args) > len(names) or "prompt" not in given:
             raise TypeError("add_request() takes (prompt, sampling_params) or (request_id, prompt, params)")
         own, params = given.get("request_id"), given.get("sampling_params", given.get("params"))

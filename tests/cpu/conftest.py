@@ -6,10 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_spawn import forked_spawn
 from replica_answers import OPTIONS
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, demo_model_path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _processes_share_one_import_of_torch() -> Iterator[None]:
+    with forked_spawn():
+        yield
 
 
 @pytest.fixture(scope="module")

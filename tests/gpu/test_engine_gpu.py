@@ -161,7 +161,7 @@ def decode_batch(num_seqs: int, blocks_each: int, context_lens: np.ndarray) -> B
         token_ids=np.full(num_seqs, LAST_SAMPLED, np.int32),
         query_lens=np.ones(num_seqs, np.int32),
         context_lens=context_lens.astype(np.int32),
-        block_tables=np.arange(num_seqs * blocks_each, dtype=np.int32).reshape(num_seqs, blocks_each),
+        tables=(np.arange(num_seqs * blocks_each, dtype=np.int32).reshape(num_seqs, blocks_each),),
         draws=np.ones(num_seqs, np.int32),
         sampling=greedy(num_seqs),
     )
@@ -186,7 +186,7 @@ def test_a_replayed_graph_writes_only_its_own_slots(model: Path, backend: str) -
             changed = (runner.kv_cache != before).unflatten(3, (256, -1)).any(-1)  # [2, layers, blocks, 256]
             want = torch.zeros_like(changed[0, 0]).flatten()
             positions = batch.context_lens - 1
-            slots = batch.block_tables[np.arange(num_seqs), positions // 256] * 256 + positions % 256
+            slots = batch.tables[0][np.arange(num_seqs), positions // 256] * 256 + positions % 256
             want[torch.from_numpy(slots).cuda().long()] = True
             assert (changed == want.view_as(changed[0, 0])).all()
             assert bool(runner.graphs) == (backend != "reference")
@@ -227,7 +227,7 @@ def test_a_backend_agrees_with_the_reference_on_logits(model: Path, seed: int, b
         token_ids=rng.integers(0, 1000, query_lens.sum()).astype(np.int32),
         query_lens=query_lens,
         context_lens=context_lens,
-        block_tables=tables,
+        tables=(tables,),
         draws=np.ones(num_seqs, np.int32),
         sampling=greedy(num_seqs),
     )
@@ -384,7 +384,7 @@ def test_a_failed_row_on_the_device_ends_alone(model: Path, enforce_eager: bool)
         def broken(batch: Batch) -> StepHandle:
             if next(steps) == 3:
                 with torch.inference_mode():
-                    block = runner.kv_cache[:, :, int(batch.block_tables[1, 0])]
+                    block = runner.kv_cache[:, :, int(batch.tables[0][1, 0])]
                     block.unflatten(2, (runner.block_size, -1))[:, :, 0] = float("nan")
             return launch(batch)
 

@@ -15,8 +15,8 @@ pytest.importorskip("trl", reason="needs TRL, whose chat templates are tried: pi
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from nanovllm.text.chat import check_template_options, parse_conversations, render_conversations
-from nanovllm.text.templates import TemplateProcess
+from nanovllm.chat.conversations import check_template_options, parse_conversations, render_conversations
+from nanovllm.chat.templates import TemplateProcess
 
 SPEC = find_spec("trl")
 assert SPEC is not None and SPEC.submodule_search_locations

@@ -43,7 +43,7 @@ def make_batch(query_lens: list[int], width: int, sampling: SamplingColumns | No
         token_ids=rng.integers(LAST_SAMPLED, 150_000, sum(query_lens), dtype=np.int32),
         query_lens=np.array(query_lens, np.int32),
         context_lens=np.array(query_lens, np.int32) + 7,
-        block_tables=rng.integers(PADDING, 1000, (size, width), dtype=np.int32),
+        tables=(rng.integers(PADDING, 1000, (size, width), dtype=np.int32),),
         draws=rng.integers(2, size=size, dtype=np.int32),
         sampling=sampling or greedy(size),
     )
@@ -67,6 +67,10 @@ def assert_same(got: object, expected: object) -> None:
     elif isinstance(expected, np.ndarray):
         assert got.dtype == expected.dtype and got.shape == expected.shape
         np.testing.assert_array_equal(got, expected)
+    elif isinstance(expected, tuple):
+        assert len(got) == len(expected)
+        for each, other in zip(got, expected, strict=True):
+            assert_same(each, other)
     else:
         assert got == expected
 
@@ -112,10 +116,10 @@ def test_round_trip(wide: Channel, args: tuple[object, ...]) -> None:
 
 def test_arrays_that_are_views_of_others(wide: Channel) -> None:
     batch = make_batch([1] * 6, 8)
-    table = np.asfortranarray(batch.block_tables)
+    table = np.asfortranarray(batch.tables[0])
     views = Batch(
         **{field.name: getattr(batch, field.name) for field in fields(Batch)}
-        | {"block_tables": table[::2, 1:5], "slots": batch.slots[::-1]}
+        | {"tables": (table[::2, 1:5],), "slots": batch.slots[::-1]}
     )
     wide.send("run", views)
     assert_same(wide.readers[0].receive(SECONDS)[1][0], views)
@@ -140,7 +144,7 @@ def test_arrays_outlive_the_slots_and_the_segment() -> None:
     reader.close()
     channel.close()
     assert_same(got, batch)
-    for array in (got.slots, got.block_tables, got.sampling.seeds):
+    for array in (got.slots, got.tables[0], got.sampling.seeds):
         assert array.flags.aligned and array.flags.writeable
         array += 1  # with views into an unmapped segment this would crash
 

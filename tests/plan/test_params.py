@@ -12,10 +12,11 @@ from pydantic import BaseModel
 
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
+from nanovllm.extras.logits_processors import takes_prompt
 from nanovllm.extras.structured_outputs import StructuredOutputsParams
 from nanovllm.plan.columns import SamplingTable
 from nanovllm.plan.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams, takes_prompt
+from nanovllm.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

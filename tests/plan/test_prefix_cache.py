@@ -34,7 +34,7 @@ def test_what_prompts_of_one_step_share_is_computed_once() -> None:
         loop.scheduler.add(make_sequence(seq_id, prompt, params))
     batch = loop.scheduler.schedule()
     assert batch.query_lens.tolist() == [13, 2, 3, 1] and batch.context_lens.tolist() == [13, 14, 3, 13]
-    assert (batch.block_tables[[1, 3], :3] == batch.block_tables[0, :3]).all()
+    assert (batch.tables[0][[1, 3], :3] == batch.tables[0][0, :3]).all()
     check_scheduler(loop.scheduler)
     loop = make_loop(max_num_batched_tokens=20)
     run_all(loop, prompts, [params] * 4)

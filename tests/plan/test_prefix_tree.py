@@ -13,7 +13,7 @@ from typing import Any
 import inside
 import numpy as np
 import pytest
-from fake_device import VOCAB, Loop, make_loop, make_sequence, run_all
+from fake_device import VOCAB, Loop, Windows, make_loop, make_sequence, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_cases import branching_prompts, common, must_compute, share_whole_blocks_only
@@ -73,13 +73,16 @@ def count_tokens(loop: Loop) -> list[Batch]:
     return batches
 
 
+@pytest.mark.parametrize("windows", [None, Windows(20), Windows(20, 3)], ids=["full", "near", "both"])
 @pytest.mark.parametrize("budget", [7, 64, 4096])
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16, 64, 256])
-def test_the_tree_of_all_prompts_is_computed_once(block_size: int, budget: int) -> None:
+def test_the_tree_of_all_prompts_is_computed_once(
+    block_size: int, budget: int, windows: Windows | None
+) -> None:
     """In one step or in several, with rows that copy what earlier rows of their step copied or computed."""
     prompts = branching_prompts(random.Random(block_size), 60, 300, VOCAB)
     blocks = sum(-(-len(prompt) // block_size) + 1 for prompt in prompts)
-    loop = make_loop(blocks, block_size, 60, budget, 320)
+    loop = make_loop(2 * blocks, block_size, 60, budget, 320, windows=windows)
     batches, brute = count_tokens(loop), Brute(loop)
     run_all(loop, prompts, [ONE] * len(prompts))
     computed = sum(len(batch.token_ids) for batch in batches)
@@ -87,7 +90,7 @@ def test_the_tree_of_all_prompts_is_computed_once(block_size: int, budget: int) 
     assert sum(loop.finished[i].num_cached_tokens for i in loop.finished) == brute.cached
     assert loop.scheduler.block_manager.num_cached_tokens == brute.cached
     assert sum(map(len, prompts)) == computed + brute.cached
-    copied = [batch.copies for batch in batches if batch.copies is not None]
+    copied = [batch.copies[0] for batch in batches if batch.copies]
     assert bool(copied) == (block_size > 1)
     if budget == 4096 and block_size > 16:
         targets = np.concatenate([copies[:, 1] for copies in copied])
@@ -107,6 +110,7 @@ def test_any_load_finds_all_that_is_held(data: st.DataObject) -> None:
         max_num_batched_tokens=draw(st.sampled_from([1, 3, 7, 16, 64, 200]), "budget"),
         max_model_len=60,
         run_ahead=draw(st.booleans(), "run_ahead"),
+        windows=draw(st.sampled_from([None, Windows(17), Windows(17, 1), Windows(30, 3)]), "windows"),
     )
     Brute(loop)
     rng = random.Random(draw(st.integers(0, 2**20), "seed"))
@@ -225,11 +229,9 @@ def test_the_source_of_a_copy_is_not_handed_out_in_its_step() -> None:
     run_all(loop, [[1, 2, 3, 4, 5]], [ONE])
     loop.scheduler.add(make_sequence(1, [1, 2, 3, *[9] * 12], ONE))  # two blocks: the source is the third
     batch = loop.scheduler.schedule()
-    assert batch is not None and batch.copies is not None
-    [[source, target, first, cells]] = batch.copies.tolist()
-    assert (
-        (first, cells) == (0, 3) and source not in batch.block_tables and target == batch.block_tables[0, 0]
-    )
+    assert batch is not None and batch.copies
+    [[source, target, first, cells]] = batch.copies[0].tolist()
+    assert (first, cells) == (0, 3) and source not in batch.tables[0] and target == batch.tables[0][0, 0]
 
 
 def test_without_room_for_its_source_nothing_is_copied() -> None:

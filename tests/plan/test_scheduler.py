@@ -11,14 +11,14 @@ from typing import Any
 import inside
 import numpy as np
 import pytest
-from fake_device import EOS, VOCAB, expected_output, make_loop, make_sequence, next_token, run_all
+from fake_device import EOS, VOCAB, Windows, expected_output, make_loop, make_sequence, next_token, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import check_scheduler
 
 from nanovllm.batch import NO_EXTRAS, NOT_DRAWN, NOT_FINITE, StepKind, StepOutput
 from nanovllm.plan.columns import SamplingTable
-from nanovllm.plan.room import Room, Windows
+from nanovllm.plan.room import Room
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 

@@ -93,7 +93,9 @@ def pack_request(request: Request) -> Request:
 
 def _unpack_request(request: Request, processor: Processor) -> Request:
     """Compile the constraint again."""
-    return replace(request, constraint=processor.constraint(request.params))
+    if request.params.structured_outputs is None:
+        return request
+    return replace(request, constraint=processor.extras.constraint(request.params))
 
 
 def _pack_output(output: RequestOutput) -> RequestOutput:
@@ -109,7 +111,9 @@ def unpack_output(output: RequestOutput, request: Request, processor: Processor)
 
     def unpacked(owner: object, name: str) -> Any:
         logprobs = unlisted(owner, name)
-        return processor.logprob_dicts(request.params, *logprobs) if isinstance(logprobs, tuple) else logprobs
+        if not isinstance(logprobs, tuple):
+            return logprobs
+        return processor.extras.logprob_dicts(request.params, *logprobs)
 
     completions = [changed(each, logprobs=unpacked(each, "logprobs")) for each in output.outputs]
     return changed(

@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm.device import Device
 from nanovllm.engine.executor import Load, Stepped
+from nanovllm.engine.requests import refused_output
 from nanovllm.engine.startup import OpenedModel
 from nanovllm.engine.stats import StepStats
 from nanovllm.lifecycle import held_interrupts
@@ -23,7 +24,6 @@ from nanovllm.parallel.replicas.replica import unpack_output
 from nanovllm.plan.room import Room
 from nanovllm.residency.runner import TAGS, WEIGHTS, RankView
 from nanovllm.residency.shared_tensors import SharedMemoryBuffer, SharedTensors
-from nanovllm.text.processor import refused_output
 from nanovllm.text.prompts import Request
 
 Update = tuple[SharedMemoryBuffer, SharedTensors]  # of one call of `update`, for replicas that restart

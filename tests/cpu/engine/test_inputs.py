@@ -31,7 +31,6 @@ from nanovllm.runner.inputs import (
     Staging,
     StepInputs,
     StepTensors,
-    halves,
     last_rows,
     prepare_decode,
     prepare_prefill,
@@ -72,10 +71,10 @@ def batches(draw: st.DrawFn, kind: StepKind) -> Batch:
         token_ids=rng.integers(LAST_SAMPLED, 100, int(query_lens.sum()), dtype=np.int32),
         query_lens=query_lens.astype(np.int32),
         context_lens=context_lens.astype(np.int32),
-        block_tables=tables.astype(np.int32),
+        tables=(tables.astype(np.int32),),
         draws=rng.integers(0, 2, count, dtype=np.int32),
         sampling=replace(sampling, positions=context_lens.astype(np.int32)),
-        copies=np.array(copies, np.int32) if copies else None,
+        copies=(np.array(copies, np.int32),) if copies else (),
     )
 
 
@@ -99,7 +98,7 @@ def test_prefill_inputs_of_each_token(batch: Batch) -> None:
     want, index = [], 0
     for row, (length, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         for position in range(context - length, context):
-            cell = batch.block_tables[row, position // BLOCK] * BLOCK + position % BLOCK
+            cell = batch.tables[0][row, position // BLOCK] * BLOCK + position % BLOCK
             want.append((batch.token_ids[index], batch.slots[row], position, cell))
             index += 1
         assert inputs.attention.wanted_rows[row] == index - 1
@@ -129,17 +128,22 @@ def test_halves_together_equal_the_batch(batch: Batch) -> None:
     """Cut the batch in the middle. If this splits a sequence, its second part attends to its first part."""
     if len(batch.token_ids) < 2:
         return
-    batch = replace(batch, window_tables=batch.block_tables + 100)
-    whole = prepare_prefill(batch, BLOCK).attention
-    parts = halves(batch, whole.slot_mapping, whole.window_slots)
-    assert whole.window_slots.tolist() == (whole.slot_mapping + 100 * BLOCK).tolist()
+    more = tuple(each + np.array([100, 100, 0, 0], np.int32) for each in batch.copies)
+    both = batch.tables[0], batch.tables[0] + 100
+    batch = replace(batch, tables=both, copies=batch.copies + more)
+    whole = prepare_prefill(batch, BLOCK, in_halves=True).attention
+    parts = whole.halves
+    assert whole.others[0].slot_mapping.tolist() == (whole.slot_mapping + 100 * BLOCK).tolist()
     for half in parts:
-        windowed = half.of_windows()
+        windowed = half.of_group(1)
+        assert half.of_group(0) is half
+        copied = [each.copies and each.copies.cells[:, :2].tolist() for each in (half, windowed)]
+        assert copied[1] == (copied[0] and [[source + 100, to + 100] for source, to in copied[0]])
         assert windowed.slot_mapping.tolist() == (half.slot_mapping + 100 * BLOCK).tolist()
         assert windowed.block_tables.tolist() == (half.block_tables + 100).tolist()
         assert windowed.context_lens is half.context_lens and windowed.prefill is half.prefill
     copied = [[] if half.copies is None else half.copies.cells.tolist() for half in parts]
-    assert [*copied[0], *copied[1]] == ([] if batch.copies is None else batch.copies.tolist())
+    assert [*copied[0], *copied[1]] == (batch.copies[0].tolist() if batch.copies else [])
     first_half = parts[0].block_tables[parts[0].block_tables != PADDING].tolist()
     assert all(target in first_half for _, target, *_ in copied[0]), "a row begins in the other half"
     assert not any(target in first_half for _, target, *_ in copied[1]), "a row has begun in the first half"
@@ -227,16 +231,15 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
         token_ids=np.ones(count, np.int32),
         query_lens=np.ones(count, np.int32),
         context_lens=np.ones(count, np.int32),
-        block_tables=np.ones((count, 1), np.int32),
+        tables=(np.ones((count, 1), np.int32),) * 3,
         draws=np.ones(count, np.int32),
         sampling=greedy(count),
-        window_tables=np.ones((count, 1), np.int32),
-        copies=np.array([[2, 1, 0, 1]], np.int32),
+        copies=(np.array([[2, 1, 0, 1]], np.int32),) * 3,
     )
     inputs = prepare_prefill(batch, BLOCK, in_halves=True)
     inputs = replace(inputs, attention=replace(inputs.attention, shared=no_shared_prefixes(count, UNIT)))
     assert all(getattr(inputs.attention, field.name) is not None for field in fields(inputs.attention))
-    buffers = Staging(Device("cpu"), size)
+    buffers = Staging(Device("cpu"), size, groups=3)
     staged = buffers.send(map_columns(inputs, full))()
     buffer, _ = inside.input_buffers(buffers)
     end = buffer.data_ptr()

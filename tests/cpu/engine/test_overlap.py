@@ -34,7 +34,7 @@ def prompts_batch(seed: int) -> Batch:
         token_ids=rng.integers(2, VOCAB_SIZE, int(lens.sum()), dtype=np.int32),
         query_lens=lens,
         context_lens=lens,
-        block_tables=np.arange(200, dtype=np.int32).reshape(50, 4),
+        tables=(np.arange(200, dtype=np.int32).reshape(50, 4),),
         draws=np.ones(50, np.int32),
         sampling=greedy(50),
     )

@@ -63,7 +63,7 @@ def test_the_tree_is_computed_once(
         assert tokens(outputs) == expected
         check_counts(llm, prompts, must_compute(prompts))
         assert sum(each.num_cached_tokens for each in outputs) == llm.stats().num_cached_tokens
-        assert any(batch.copies is not None for batch in llm.batches)
+        assert any(batch.copies for batch in llm.batches)
         again = llm.generate(prompts, FEW, use_tqdm=False)
         assert tokens(again) == expected
         assert [each.num_cached_tokens for each in again] == [len(prompt) - 1 for prompt in prompts]
@@ -215,14 +215,21 @@ def test_deterministic_answers_have_the_same_bits(model: Path) -> None:
     assert str(results[0]) == str(results[1])
 
 
-def test_layers_with_windows_share_whole_blocks(tmp_path: Path) -> None:
-    folder, prompts = write_tiny_model(tmp_path, "mistral-window"), prompts_of(1, 12, 60)
-    with make(folder, 8, prompts * 2, max_model_len=64) as llm:
-        assert inside.scheduler(llm).room.windows is not None
-        outputs = llm.generate(prompts, FEW, use_tqdm=False)
-        assert all(each.num_cached_tokens % 8 == 0 for each in outputs)
-        assert all(batch.copies is None for batch in llm.batches)
-        assert any(each.num_cached_tokens for each in outputs)
+@pytest.mark.parametrize("family", ["mistral-window", "gemma3", "gemma4"])
+def test_layers_with_windows_part_at_the_same_tokens(tmp_path: Path, family: str) -> None:
+    """The answers are those without a cache, and each prompt is computed from where it parts."""
+    folder, prompts = write_tiny_model(tmp_path, family), prompts_of(1, 12, 60)
+    answers = []
+    for options in ({"enable_prefix_caching": False}, {}):
+        with make(folder, 8, prompts * 4, max_model_len=64, **options) as llm:
+            outputs = llm.generate(prompts, FEW, use_tqdm=False)
+            answers.append([each["token_ids"] for each in outputs])
+            assert not all(each.policy.keeps_all for each in inside.scheduler(llm).room.groups)
+            pairs = zip(prompts, outputs, strict=True)
+            computed = sum(len(prompt) - each.num_cached_tokens for prompt, each in pairs)
+            assert computed == (must_compute(prompts) if not options else sum(map(len, prompts)))
+            assert any(batch.copies for batch in llm.batches) == (not options)
+    assert answers[0] == answers[1]
 
 
 def test_layers_of_two_sizes_and_layers_without_own_keys(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_nothing_is_imported_that_the_table_did_not_bring(table: str, brings: st
     script = f"""
 import sys
 {"import " + brings if brings else ""}
-from nanovllm.engine.tables import open_table
+from nanovllm.tables.tables import open_table
 table, before = {table}, set(sys.modules)
 opened = open_table(table)
 new = {{"pandas", "polars", "pyarrow", "datasets"}} & (set(sys.modules) - before)

@@ -111,7 +111,7 @@ def test_prefixes_are_shared_in_whole_chunks(shared: int, lens: int, chunk: int,
         EMPTY_BATCH,
         seq_ids=tuple(range(16)),
         context_lens=np.full(16, shared + 5, np.int32),
-        block_tables=tables,
+        tables=(tables,),
     )
     finder = SharedPrefixFinder(256, SharedUnit(8, 256), 32, lambda sequences: least * sequences // 16)
     assert finder.nothing.keys() == {256, 512} | {1024, 2048, 4096} & set(range(2 * least + 1))
@@ -125,7 +125,7 @@ def test_prefixes_are_shared_in_whole_chunks(shared: int, lens: int, chunk: int,
 def test_a_prefix_shorter_than_a_chunk_is_not_shared() -> None:
     tables = np.zeros((64, 10), np.int32)
     contexts = np.full(64, 1800, np.int32)
-    batch = replace(EMPTY_BATCH, seq_ids=tuple(range(64)), context_lens=contexts, block_tables=tables)
+    batch = replace(EMPTY_BATCH, seq_ids=tuple(range(64)), context_lens=contexts, tables=(tables,))
     for least, is_shared in ((1024, True), (2048, False)):
         finder = SharedPrefixFinder(256, SharedUnit(8, 256), 64, lambda sequences, least=least: least)
         assert (finder.find(batch) is not None) == is_shared

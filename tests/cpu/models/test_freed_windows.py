@@ -17,11 +17,22 @@ from nanovllm.attention.base import AttentionSpec
 from nanovllm.batch import PADDING
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.runner.memory import CacheLayout
+from nanovllm.windows.policy import Window
 
 WINDOWED = ("mistral-window", "gemma3", "gemma2", "olmo3", "phi3", "exaone4", "gemma4", "gemma4-small")
 WINDOWED += ("gpt_oss", "qwen2-window", "qwen3-window")
 MORE_BLOCKS = {"num_kvcache_blocks": 24}  # where 14 hold no sequence
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def reach_of(layout: CacheLayout) -> int | None:
+    """The positions that its layers with a window may read; None: all keep the blocks of all tokens."""
+    policy = layout.groups[-1].policy
+    return policy.reach if isinstance(policy, Window) else None
+
+
+def parts_of(layout: CacheLayout) -> int | None:
+    return layout.groups[0].per_slab if len(layout.groups) > 1 else None
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -36,15 +47,12 @@ def test_freed_blocks_are_not_read(
     expected = [transformers_greedy(folder, prompt, 40) for prompt in prompts]
     options = CELLS[cell] | (MORE_BLOCKS if "qwen" in family and cell == "tight" else {})
     with make_tiny(folder, kvcache_block_size=4, **options) as llm:
-        assert inside.runner(llm).layout.reach is not None
+        assert reach_of(inside.runner(llm).layout) is not None
         spoil_free_blocks(llm, monkeypatch)
         for _ in range(2):
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
             assert [each["token_ids"] for each in outputs] == expected
-        tables = [
-            batch.block_tables if batch.window_tables is None else batch.window_tables
-            for batch in llm.batches
-        ]
+        tables = [batch.tables[-1] for batch in llm.batches]
         assert any((table[:, 0] == PADDING).any() for table in tables), "no block was freed"
 
 
@@ -65,10 +73,7 @@ def test_triton_kernels_read_no_freed_block(
             spoil_free_blocks(llm, monkeypatch)
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert [each["token_ids"] for each in outputs] == expected
-            tables = [
-                batch.block_tables if batch.window_tables is None else batch.window_tables
-                for batch in llm.batches
-            ]
+            tables = [batch.tables[-1] for batch in llm.batches]
             assert any((table[:, 0] == PADDING).any() for table in tables), "no block was freed"
 
 
@@ -104,7 +109,7 @@ def test_thousands_of_tokens_in_a_few_blocks(tmp_path: Path, family: str) -> Non
         assert len(output["token_ids"]) == 2000
         most = 0
         for batch in llm.batches:
-            tables = batch.block_tables if batch.window_tables is None else batch.window_tables
+            tables = batch.tables[-1]
             most = max(most, int((tables != PADDING).sum(1).max()))
         assert most <= (64 + 32) // 16 + 2
 
@@ -149,10 +154,10 @@ def test_the_layout_of_the_cache(
 ) -> None:
     specs = [AttentionSpec(4, 2, 16, window=window) for window in windows]
     layout = CacheLayout.of(specs, 256, 128)
-    assert (layout.layers, layout.parts, layout.reach) == (layers, parts, reach)
-    assert layout.windowed == tuple(window is not None and parts is not None for window in windows)
+    assert (layout.layers, parts_of(layout), reach_of(layout)) == (layers, parts, reach)
+    assert layout.group_of == tuple(int(window is not None and parts is not None) for window in windows)
     far = CacheLayout.of(specs, 16, 128)
-    assert far.reach == (None if reach is None else reach + 127)
+    assert reach_of(far) == (None if reach is None else reach + 127)
 
 
 def test_layers_that_read_those_of_others_have_their_blocks() -> None:
@@ -161,7 +166,7 @@ def test_layers_that_read_those_of_others_have_their_blocks() -> None:
         for window, source in [(64, None), (64, None), (None, None), (64, 0), (None, 1)]
     ]
     layout = CacheLayout.of(specs, 256, 128)
-    assert layout.windowed == (False,) * 5 and layout.layers == 3 and layout.reach is None
+    assert layout.group_of == (0,) * 5 and layout.layers == 3 and reach_of(layout) is None
     layout = CacheLayout.of([*specs[:4], AttentionSpec(4, 2, 16, kv_from=2)], 256, 128)
-    assert layout.windowed == (True, True, False, True, False)
-    assert (layout.layers, layout.parts) == (2, 2)
+    assert layout.group_of == (1, 1, 0, 1, 0)
+    assert (layout.layers, parts_of(layout)) == (2, 2)

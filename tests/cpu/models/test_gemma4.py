@@ -23,6 +23,7 @@ from nanovllm.kernels.compat import INTERPRET
 from nanovllm.models.registry import load_model_config
 from nanovllm.plan.pool import BlockPool
 from nanovllm.runner.memory import CacheLayout, attach
+from nanovllm.windows.layout import TwoGroups
 
 KINDS = ("gemma4", "gemma4-small")
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -98,7 +99,9 @@ def test_the_layout_of_layers_whose_heads_differ(
     specs: list[AttentionSpec], layers: int, cell: int, parts: int | None, pieces: tuple[int, int]
 ) -> None:
     layout = CacheLayout.of(specs, 256, 128)
-    assert (layout.layers, layout.cell, layout.parts, layout.pieces) == (layers, cell, parts, pieces)
+    two = isinstance(layout, TwoGroups)
+    found = (layout.groups[0].per_slab, layout.pieces) if two else (None, (1, 1))
+    assert (layout.layers, layout.cell, *found) == (layers, cell, parts, pieces)
     values = sum(spec.num_kv_heads * spec.head_dim for spec in specs)
     assert layers * cell >= values / (1 if parts is None else (parts + 1)), "a slab holds its blocks"
 
@@ -109,7 +112,7 @@ class Layer:
     def __init__(self, spec: AttentionSpec) -> None:
         from nanovllm.kernels.paged import KVCache
 
-        self.spec, self.cache, self.windowed = spec, KVCache(torch.empty(0), torch.empty(0)), False
+        self.spec, self.cache, self.group = spec, KVCache(torch.empty(0), torch.empty(0)), 0
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -129,16 +132,17 @@ def test_blocks_lie_in_their_slabs(specs: list[AttentionSpec], heads_first: bool
     cache = torch.full(layout.shape(slabs, page), -1.0)
     layers = [Layer(spec) for spec in specs]
     attach(layers, cache, layout, heads_first)  # type: ignore[arg-type]
-    pool: BlockPool[int] = BlockPool(slabs, layout.parts or 1, layout.parts is not None, lambda _: None)
-    for windowed in {*layout.windowed}:
-        number = pool.first_windowed if windowed else 0
-        count = slabs if windowed else pool.first_windowed
-        names = np.arange(count, dtype=np.int32)
-        blocks = layout.blocks_of(names, windowed, slabs)
-        assert layout.blocks_of(np.array([PADDING], np.int32), windowed, slabs) == [PADDING]
+    pool: BlockPool[Any] = BlockPool(slabs, [each.per_slab for each in layout.groups], lambda _: None)
+    for group in {*layout.group_of}:
+        number = pool.offsets[group]
+        names = np.arange(pool.offsets[group + 1] - number, dtype=np.int32)
+        blocks = names
+        if isinstance(layout, TwoGroups):
+            blocks = layout.blocks_of(names, group, slabs)
+            assert layout.blocks_of(np.array([PADDING], np.int32), group, slabs) == [PADDING]
         cache.fill_(-1)
         for layer in layers:
-            if layer.windowed == windowed:
+            if layer.group == group:
                 for name, block in zip(names, blocks, strict=True):
                     for cells in layer.cache[:2]:
                         assert (cells[block] == -1).all(), "no other block lies there"
@@ -146,7 +150,7 @@ def test_blocks_lie_in_their_slabs(specs: list[AttentionSpec], heads_first: bool
                 shape = (page, layer.spec.num_kv_heads, layer.spec.head_dim)
                 assert layer.cache.k.shape[1:] == shape
                 assert layer.cache.k.transpose(1, 2).is_contiguous() or not heads_first
-        if layout.parts is not None:
+        if isinstance(layout, TwoGroups):
             for slab in range(slabs):
                 found = {int(each) for each in cache[:, :, slab].unique()} - {-1}
                 assert found == {int(n) for n in names if (n + number) % slabs == slab}

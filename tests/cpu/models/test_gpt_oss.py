@@ -31,11 +31,11 @@ from tiny_models import (
 )
 
 from nanovllm import LLM, ModelLoadError, SamplingParams
+from nanovllm.chat.templates import TemplateProcess
 from nanovllm.formats.mxfp4.kernels.values import VALUES, dequantise_mxfp4, quantise_mxfp4
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.models.registry import get_family, load_model_config
 from nanovllm.moe.kernels.grouped_matmul import choose_experts
-from nanovllm.text.templates import TemplateProcess
 from tools.write_mxfp4 import write_mxfp4, write_rounded
 
 # Widths of a group and of several; half of an expert's width is no whole number of groups.

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm.chat.conversations import parse_conversations
 from nanovllm.errors import raise_first
-from nanovllm.text.chat import parse_conversations
 
 USER = {"role": "user", "content": "Hi"}
 SHOWN = "<|im_start|>user\nHi<|im_end|>\n"

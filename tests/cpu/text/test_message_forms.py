@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.text.chat import parse_conversations
-from nanovllm.text.message_forms import Forms
-from nanovllm.text.templates import TemplateProcess
+from nanovllm.chat.conversations import parse_conversations
+from nanovllm.chat.message_forms import Forms
+from nanovllm.chat.templates import TemplateProcess
 
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 ARGUMENTS = {"x": 5, "ü": [1]}

@@ -17,11 +17,10 @@ from test_texts import KINDS, TOKENIZERS
 from transformers import AutoTokenizer
 
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model_path
-from nanovllm.engine.requests import make_rules
 from nanovllm.errors import raise_first
+from nanovllm.extras import texts as texts_module
 from nanovllm.extras.structured import CACHE_SIZE, COPIES, ORIGINALS, Constraint, GrammarCompiler
-from nanovllm.extras.token_rules import RuledRow, restrict_all
-from nanovllm.text import processor as processor_module
+from nanovllm.extras.token_rules import RuledRow, make_rules, restrict_all
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Request, parse_prompts, parse_sampling_params
 
@@ -384,8 +383,8 @@ def test_bad_words_are_not_drawn(kind: str) -> None:
 def test_equal_bad_words_are_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row of a job has a copy of its own. Another tokenizer splits them anew."""
     calls: list[Any] = []
-    split = processor_module.bad_word_ids
-    monkeypatch.setattr(processor_module, "bad_word_ids", lambda *given: calls.append(given) or split(*given))
+    split = texts_module.bad_word_ids
+    monkeypatch.setattr(texts_module, "bad_word_ids", lambda *given: calls.append(given) or split(*given))
     processor, words = Processor(TOKENIZER, V, [EOS]), [f"w{index}" for index in range(100)]
     made = requests([SamplingParams(bad_words=list(words), seed=seed) for seed in range(3)], processor)
     assert len(calls) == 1 and len({id(request.bad_words) for request in made}) == 1

@@ -15,8 +15,8 @@ from checked_llm import CheckedLLM
 from random_schemas import random_schema
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model_path
+from nanovllm.checks import show
 from nanovllm.extras.structured import endless_rule
-from nanovllm.extras.structured_outputs import show
 from nanovllm.outputs import RequestOutput
 
 ENGINES: dict[str, dict[str, Any]] = {

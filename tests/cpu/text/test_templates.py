@@ -16,9 +16,9 @@ import pytest
 from jobs import Lent, read_rows, run, write_rows
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.text import templates
-from nanovllm.text.chat import render_conversations
-from nanovllm.text.templates import (
+from nanovllm.chat import templates
+from nanovllm.chat.conversations import render_conversations
+from nanovllm.chat.templates import (
     MAX_STOPS,
     Limits,
     TemplateError,

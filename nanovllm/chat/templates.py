@@ -24,13 +24,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nanovllm.chat.message_forms import Forms
 from nanovllm.lifecycle import finalize
-from nanovllm.text.message_forms import Forms
 from nanovllm.text.prompts import portions
 
 _PORTION_BYTES = 2**16  # of conversations in one message; at least one
 MAX_STOPS = 3  # in a row, until a template is not tried again
-_START = "import sys; sys.path[:] = sys.argv[2:]; import nanovllm.text.templates as t; t.serve(sys.argv[1])"
+_START = "import sys; sys.path[:] = sys.argv[2:]; import nanovllm.chat.templates as t; t.serve(sys.argv[1])"
 _MAX_FORMS = 64  # templates whose forms are known at once
 PLAIN = {"add_generation_prompt": False, "continue_final_message": False}  # options of trials
 _TEXT, _ERROR, _LIMIT = b"T", b"E", b"L"  # the first byte of an answer
@@ -134,7 +134,7 @@ class TemplateProcess:
             self.close()
             raise RuntimeError(
                 f"the process that applies chat templates ended at its start ({process.returncode}); try: "
-                f"{sys.executable} -c 'import nanovllm.text.templates, transformers, jinja2'"
+                f"{sys.executable} -c 'import nanovllm.chat.templates, transformers, jinja2'"
             ) from None
         return self._worker
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nanovllm.text.chat import render_conversations
-from nanovllm.text.templates import TemplateProcess
+from nanovllm.chat.conversations import render_conversations
+from nanovllm.chat.templates import TemplateProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,8 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.config import RENAMED, Config
-from nanovllm.vllm.arguments import ENGINE, KnownFields, refuse_absent
+from nanovllm.names import KnownFields, refuse_unknown
+from nanovllm.vllm.arguments import ENGINE
 
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 _SHORT = {
@@ -51,7 +52,7 @@ class EngineArgs(KnownFields):
 
     def __post_init__(self) -> None:
         values = vars(self)
-        refuse_absent("EngineArgs()", {name: values[name] for name in ENGINE}, ENGINE, _OWN)
+        refuse_unknown("EngineArgs", {name: values[name] for name in ENGINE}, _OWN)
 
     @staticmethod
     def add_cli_args(parser: _Parser) -> _Parser:

@@ -15,10 +15,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from nanovllm.chat.message_forms import Forms
+from nanovllm.chat.templates import PLAIN, TemplateError, TemplateProcess, plain
 from nanovllm.errors import BadRow, attempt
-from nanovllm.text.message_forms import Forms
 from nanovllm.text.prompts import Prompt, check_text, show, to_list
-from nanovllm.text.templates import PLAIN, TemplateError, TemplateProcess, plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

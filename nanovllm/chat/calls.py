@@ -1,0 +1,79 @@
+"""ChatCalls: `chat`, which answers conversations. Checks and renders none itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from nanovllm.chat.conversations import (
+    Conversation,
+    check_template_options,
+    parse_conversations,
+    render_conversations,
+)
+from nanovllm.engine.generate import Generation
+from nanovllm.errors import BadRow, raise_first
+from nanovllm.inputs import calls_of_llm, check_on_error, refuse_others
+from nanovllm.lifecycle import no_full_collections
+from nanovllm.outputs import RequestOutput
+from nanovllm.params import SamplingParams
+from nanovllm.text.prompts import Prompt
+
+
+@calls_of_llm
+class ChatCalls(Generation):
+    """An engine that answers conversations."""
+
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        on_error: str = "raise",
+        chat_template: str | os.PathLike[str] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, a list of `{"role": ..., "content": ...}`, or a list of conversations.
+
+        A content is a string or a list of `{"type": "text", "text": ...}`; the template gets what it takes.
+        chat_template: a Jinja template, a file that holds one, or the name of one of the model's templates.
+        add_generation_prompt: end the prompt with the start of an assistant message.
+        continue_final_message: continue the last message; needs `add_generation_prompt=False`.
+        tools: JSON schemas, or functions with types and docstrings, for the template.
+        chat_template_kwargs: variables of the template, such as `{"enable_thinking": False}`.
+        others: vLLM's further arguments, with neutral values.
+
+        ValueError or TypeError names the conversation and the message, or the argument, before anything runs.
+        Otherwise as `generate`.
+        """
+        self._lifecycle.check_open()
+        check_on_error(on_error)
+        refuse_others(ChatCalls.chat, others, ". Variables of the template go into chat_template_kwargs")
+        options = check_template_options(
+            self.tokenizer,
+            chat_template,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            chat_template_kwargs,
+        )
+        with no_full_collections():
+            prompts, where = self._rendered(messages, on_error, options)
+            return self._generate(prompts, where, sampling_params, use_tqdm, on_error)
+
+    def _rendered(
+        self, messages: Conversation | Iterable[Conversation], on_error: str, options: Mapping[str, Any]
+    ) -> tuple[list[Prompt | BadRow], list[str]]:
+        """The prompts of conversations, and their names in errors. options: of `check_template_options`."""
+        assert self.tokenizer is not None
+        conversations = parse_conversations(messages)
+        if on_error == "raise":
+            raise_first(conversations)
+        prompts = render_conversations(self.tokenizer, conversations, options, self._processor.templates)
+        return prompts, [f"conversation {index}" for index in range(len(prompts))]

@@ -1,0 +1,83 @@
+"""Names that this library does not have: errors that say which one it has, or what to write instead.
+
+Knows no other library. Only for a name that is unknown here a door is asked (`doors.OTHER_NAMES`), which may
+accept values that change nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from nanovllm.doors import OTHER_NAMES, Table
+
+_OTHERS: Table[Any] = Table(OTHER_NAMES)
+
+
+class OtherArgument(Protocol):
+    """An argument of another library."""
+
+    @property
+    def neutral(self) -> tuple[Any, ...] | None:
+        """The values that are accepted and change nothing; None: any."""
+
+    @property
+    def default(self) -> Any:
+        """The value that reading it returns."""
+
+    @property
+    def advice(self) -> str:
+        """What to do instead."""
+
+    def allows(self, value: object) -> bool:
+        """Whether the value changes nothing."""
+
+
+def others_of(call: str) -> Mapping[str, OtherArgument]:
+    """The arguments of other libraries that a door knows for a call or class, such as "LLM.generate"."""
+    found: Mapping[str, OtherArgument] = _OTHERS["arguments"].get(call, {})
+    return found
+
+
+def elsewhere(name: str) -> str | None:
+    """One sentence on what to write instead of a name of another library; None for any other name."""
+    found: str | None = _OTHERS["elsewhere"](name)
+    return found
+
+
+def nearest(name: str, known: Iterable[str], call: str = "") -> str:
+    """A hint about the intended name: what to write for another library's, one of `known`, or one for which
+    a door has advice."""
+    if (write := elsewhere(name)) is not None:
+        return write
+    known = list(known)
+    advised = [each for each, other in others_of(call).items() if other.neutral is not None]
+    near = difflib.get_close_matches(name, dict.fromkeys([*known, *advised]), n=2, cutoff=0.6)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"it knows: {', '.join(known)}"
+
+
+def refuse_unknown(
+    call: str, arguments: Mapping[str, object], known: Iterable[str], where: str | None = None
+) -> None:
+    """Check arguments that `call` does not have; `known` are the ones that it has. where: its name in errors.
+
+    TypeError with the nearest name. ValueError for an argument of another library without a neutral value.
+    """
+    if not arguments:
+        return
+    others, where = others_of(call), where or f"{call}()"
+    for name, value in arguments.items():
+        if name not in others:
+            raise TypeError(f"{where} got an unknown argument {name!r}; {nearest(name, known, call)}")
+        if not others[name].allows(value):
+            raise ValueError(f"{where}: {name}={value!r} is not supported; {others[name].advice}")
+
+
+class KnownFields:
+    """Base of dataclasses whose errors of an unknown argument say what to write."""
+
+    def __new__(cls, *positional: object, **values: object) -> Any:
+        known: Iterable[str] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        refuse_unknown(cls.__name__, {name: values[name] for name in values if name not in known}, known)
+        return super().__new__(cls)
