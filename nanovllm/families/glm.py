@@ -13,6 +13,7 @@ from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.models.hf_config import HFConfig
+from nanovllm.quantization.names import FileNames
 
 
 class Glm4Layer(nn.Module):
@@ -39,7 +40,7 @@ class GlmFamily(ModelFamily):
     def read(self, hf: HFConfig) -> ModelConfig:
         config = super().read(hf)
         size = config.intermediate_size
-        return replace(config, packed={"gate_up_proj": {"gate_proj": size, "up_proj": size}})
+        return replace(config, names=FileNames({"gate_up_proj": {"gate_proj": size, "up_proj": size}}))
 
 
 _OPTIONS: Mapping[str, Any] = {

@@ -5,11 +5,9 @@ Modules are named as in transformers, so a parameter's path is its checkpoint na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, cached_property, partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -176,15 +174,6 @@ class DecoderLayer(nn.Module):
         return x.add(self.post_attention_layernorm, self.mlp, step)
 
 
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """All of a layer that decides which kernels it launches."""
-    modules = (
-        (name, type(module), repr(getattr(module, "spec", None)), *map(type, vars(module).values()))
-        for name, module in layer.named_modules()
-    )
-    return (*modules, *((name, each.shape, each.dtype) for name, each in layer.named_parameters()))
-
-
 class DecoderModel(nn.Module):
     """Embedding, layers and final norm; `DecoderForCausalLM` runs them."""
 
@@ -212,25 +201,6 @@ class DecoderForCausalLM(nn.Module):
         tied_to = self.model.embed_tokens if config.ties_head else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
-
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Within the block, `forward` runs a few layers, whose results mean nothing, but which launch all the
-        kernels of a step: for each kind of layer, one of them after one of each kind that precedes it."""
-        layers, self.model.layers = self.model.layers, self._rehearsed
-        try:
-            yield
-        finally:
-            self.model.layers = layers
-
-    @cached_property
-    def _rehearsed(self) -> nn.ModuleList:
-        layers = self.model.layers
-        firsts: dict[Any, int] = {}  # by the kinds of a layer and of the one before it
-        for place, kinds in enumerate(pairwise([None, *map(_kind, layers)])):
-            firsts.setdefault(kinds, place)
-        places = {near for place in firsts.values() for near in (max(place - 1, 0), place)}
-        return nn.ModuleList(layers[place] for place in sorted(places))
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
         """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; only of the

@@ -56,6 +56,32 @@ def dtype_of(source: WeightSource) -> torch.dtype | None:
     return source.dtype if isinstance(source, torch.Tensor) else _FILE_DTYPES.get(source.get_dtype())
 
 
+class _Rows:
+    """Some rows of a tensor in a file."""
+
+    def __init__(self, source: WeightSource, start: int, count: int) -> None:
+        self._source, self._start, self._count = source, start, count
+
+    def get_shape(self) -> list[int]:
+        assert not isinstance(self._source, torch.Tensor)
+        return [self._count, *self._source.get_shape()[1:]]
+
+    def get_dtype(self) -> str:
+        assert not isinstance(self._source, torch.Tensor)
+        return self._source.get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        parts = index if isinstance(index, tuple) else (index,)
+        first, *others = (slice(None),) if index is ... else parts
+        start, stop, _ = first.indices(self._count)
+        return self._source[(slice(self._start + start, self._start + stop), *others)]
+
+
+def rows_of(source: WeightSource, start: int, count: int) -> WeightSource:
+    """The rows `[start, start + count)` of a checkpoint tensor; nothing is read yet."""
+    return source[start : start + count] if isinstance(source, torch.Tensor) else _Rows(source, start, count)
+
+
 def scale_values(scales: torch.Tensor) -> torch.Tensor:
     """Scales of a file in float32. Bytes are exponents (E8M0): b means 2 ** (b - 127), and 255 is NaN."""
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
