@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -43,8 +41,8 @@ class GlmFamily(ModelFamily):
         return replace(config, names=FileNames({"gate_up_proj": {"gate_proj": size, "up_proj": size}}))
 
 
-_OPTIONS: Mapping[str, Any] = {
-    "defaults": {
+GLM = GlmFamily(
+    defaults={
         "vocab_size": 151552,
         "hidden_size": 4096,
         "intermediate_size": 13696,
@@ -58,9 +56,8 @@ _OPTIONS: Mapping[str, Any] = {
         "attention_bias": True,
         "eos_token_id": [151329, 151336, 151338],
     },
-    "qkv_bias": "attention_bias",
-    "rotary_share": 0.5,
-    "interleaved": True,
-}
-GLM = GlmFamily(**_OPTIONS)
-GLM4 = GlmFamily(layer=Glm4Layer, **_OPTIONS)
+    qkv_bias="attention_bias",
+    rotary_share=0.5,
+    interleaved=True,
+)
+GLM4 = replace(GLM, layer=Glm4Layer)

@@ -215,7 +215,7 @@ class ModelConfig:
 
         def fits(ranks: int) -> bool:
             heads = {(spec.num_heads, spec.num_kv_heads) for spec in self.attention}
-            heads_fit = all(can_split_heads(*each, ranks) for each in heads)
+            heads_fit = all(can_split_heads(queries, keys, ranks) for queries, keys in heads)
             return heads_fit and all(width % ranks == 0 for width in widths)
 
         if not fits(size):
@@ -320,10 +320,10 @@ class ModelFamily:
             specs[SLIDING] = replace(specs[SLIDING], window=window_length(hf))
         longest = specs[FULL].rope
         assert longest is not None
-        biases: dict[str, Any] = {
-            name: hf.boolean(value) if isinstance(value := getattr(self, name), str) else value
-            for name in ("qkv_bias", "o_bias", "mlp_bias")
-        }
+
+        def bias(value: bool | str) -> bool:
+            return hf.boolean(value) if isinstance(value, str) else value
+
         return ModelConfig(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -333,7 +333,9 @@ class ModelFamily:
             rms_norm_eps=fraction(hf, "rms_norm_eps"),
             max_position_embeddings=longest.max_position(hf.integer("max_position_embeddings")),
             tie_word_embeddings=hf.boolean("tie_word_embeddings"),
-            **biases,
+            qkv_bias=bias(self.qkv_bias),
+            o_bias=bias(self.o_bias),
+            mlp_bias=bias(self.mlp_bias),
             dtype=dtype(hf),
             activation=activation(hf),
             dual_chunk=dual_chunk(hf),

@@ -75,8 +75,15 @@ class Attention(WeightLayer):
         self.group = 0  # its `KVGroup`; the cache's owner sets it
         self.cache = KVCache(torch.empty(0), torch.empty(0))
         if spec.kv_from is None:
-            heads = head_dim, spec.num_heads, spec.num_kv_heads
-            self.qkv_proj = QKVParallelLinear(hidden_size, *heads, tp, config.qkv_bias, not spec.v_from_k)
+            self.qkv_proj = QKVParallelLinear(
+                hidden_size,
+                head_dim,
+                spec.num_heads,
+                spec.num_kv_heads,
+                tp,
+                config.qkv_bias,
+                not spec.v_from_k,
+            )
         else:
             self.q_proj = MergedColumnParallelLinear(hidden_size, {"q_proj": size}, tp, config.qkv_bias)
         multiplier = config.residual_multiplier
@@ -120,8 +127,9 @@ class Attention(WeightLayer):
             q = k = v = self.q_proj(x).unflatten(-1, (-1, spec.head_dim))
         q = self.q_norm(q) if isinstance(self.q_norm, HeadsNorm) else q
         k = self.k_norm(k) if isinstance(self.k_norm, HeadsNorm) else k
-        turned = self._turned, self._interleaved
-        rotation = Rotation(step.positions, self.rotary.cos_sin, q_weight, k_weight, eps, *turned)
+        rotation = Rotation(
+            step.positions, self.rotary.cos_sin, q_weight, k_weight, eps, self._turned, self._interleaved
+        )
         if spec.kv_from is None:
             q = qk_norm_rope_store(q, k, v, rotation, self.cache, meta.slot_mapping)
             if meta.copies is not None:  # of what earlier steps stored, or this one

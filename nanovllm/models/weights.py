@@ -287,8 +287,8 @@ def init_dummy_weights(
             whole.fill_(shard.dummy)
         elif not dtype.is_floating_point:
             limits = torch.iinfo(dtype)
-            bounds = max(limits.min, -(2**31)), min(limits.max + 1, 2**31)
-            whole.random_(*bounds, generator=_generator(whole, name, seed))
+            least, end = max(limits.min, -(2**31)), min(limits.max + 1, 2**31)
+            whole.random_(least, end, generator=_generator(whole, name, seed))
         else:
             whole.normal_(0.0, 0.02, generator=_generator(whole, name, seed))
         layer.load(shard, whole)

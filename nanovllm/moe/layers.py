@@ -132,9 +132,8 @@ class _Biases(WeightLayer):
         super().__init__()
         shards, offset = [], 0
         for projection, (total, start, length) in rows.items():
-            part = (total,), 0, start, length, offset
             shards += [
-                WeightShard("bias", f"{index}.{projection}", *part, index=index)
+                WeightShard("bias", f"{index}.{projection}", (total,), 0, start, length, offset, index=index)
                 for index in range(num_experts)
             ]
             offset += length
@@ -152,9 +151,9 @@ class Experts(WeightLayer):
         gate, up, down = spec.projections
 
         def shards(projection: str, shape: tuple[int, int], dim: int, offset: int = 0) -> list[WeightShard]:
-            part = dim, tp.rank * width, width, offset
+            module, start = "experts.{}." + projection, tp.rank * width
             return [
-                WeightShard("weight", f"experts.{index}.{projection}", shape, *part, index=index)
+                WeightShard("weight", module.format(index), shape, dim, start, width, offset, index=index)
                 for index in range(spec.num_experts)
             ]
 

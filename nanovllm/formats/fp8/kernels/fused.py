@@ -73,7 +73,7 @@ def add_rms_norm_fp8_triton(
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """`add_rms_norm`, the norm as `quantise_rows` makes it from the norm in x's dtype."""
     out = Fp8Rows.empty(x, x.shape[1], group)
-    return out, launch_add_rms_norm(x, residual, weight, eps, *out, group)
+    return out, launch_add_rms_norm(x, residual, weight, eps, out.codes, out.scales, group)
 
 
 def add_rms_norm_fp8_reference(
