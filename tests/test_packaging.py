@@ -50,7 +50,7 @@ def test_every_file_of_the_package_is_installed() -> None:
     for path in (ROOT / "nanovllm").rglob("*"):
         if path.is_file() and path.suffix not in (".py", ".pyc"):
             package = ".".join(path.parent.relative_to(ROOT).parts)
-            patterns = package_data().get(package, [])
+            patterns = package_data().get(package, []) + package_data()["*"]
             assert any(fnmatch(path.name, pattern) for pattern in patterns), path
 
 
