@@ -9,6 +9,12 @@ import torch
 from moe_cases import slots_of
 from tensors import BF16, F32, assert_near, randn
 
+from nanovllm.formats.fp8.kernels.fused import (
+    add_rms_norm_fp8_reference,
+    add_rms_norm_fp8_triton,
+    silu_and_mul_fp8_reference,
+    silu_and_mul_fp8_triton,
+)
 from nanovllm.formats.fp8.kernels.gemv import fp8_gemv_reference, fp8_gemv_triton
 from nanovllm.formats.fp8.kernels.grouped import Fp8Experts, fp8_experts_reference, fp8_experts_triton
 from nanovllm.formats.fp8.kernels.matmul import (
@@ -21,15 +27,13 @@ from nanovllm.formats.fp8.kernels.matmul import (
 )
 from nanovllm.formats.fp8.kernels.values import (
     FP8,
-    FP8_MAX,
     GROUP,
     Fp8Rows,
     quantise_rows_reference,
     quantise_rows_triton,
 )
-from nanovllm.kernels.activation import silu_and_mul_fp8_reference, silu_and_mul_fp8_triton
+from nanovllm.kernels.fp8 import FP8_MAX
 from nanovllm.kernels.matmul import Tile
-from nanovllm.kernels.rms_norm import add_rms_norm_fp8_reference, add_rms_norm_fp8_triton
 from nanovllm.moe.kernels.grouped_matmul import ExpertChoice
 from nanovllm.moe.kernels.routing import route_triton
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.formats.fp8.kernels import gemv as fp8_gemv
+from nanovllm.formats.fp8.kernels.fused import add_rms_norm_fp8_triton, silu_and_mul_fp8_triton
 from nanovllm.formats.fp8.kernels.grouped import Fp8Experts, fp8_experts_reference, fp8_experts_triton
 from nanovllm.formats.fp8.kernels.matmul import (
     BLOCK_TILES,
@@ -39,9 +40,8 @@ from nanovllm.formats.fp8.kernels.values import (
 from nanovllm.formats.fp8.loading import Stored
 from nanovllm.formats.fp8.method import Fp8LinearMethod
 from nanovllm.kernels import activation
-from nanovllm.kernels.activation import Activation, silu_and_mul_fp8_triton
+from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import in_graph
-from nanovllm.kernels.rms_norm import add_rms_norm_fp8_triton
 from nanovllm.moe.kernels.grouped_matmul import choose_experts, experts_triton
 from nanovllm.moe.kernels.routing import route_triton
 from nanovllm.quantization.base import Gated, LinearMethod, Normed, Product, WeightOptions
@@ -309,10 +309,10 @@ def rows(times: Times) -> None:
         for warps in (8, 16, 32):
             if times.late():
                 return
-            activation._ROW_WARPS = warps
+            fused._ROW_WARPS = warps
             silus = [partial(silu_and_mul_fp8_triton, p) for p in pair]
             widths.append(f"{warps} warps {1e6 * attempt('silu', silus):.1f}")
-        activation._ROW_WARPS = 16
+        fused._ROW_WARPS = 16
         bf16 = attempt("silu bf16", [partial(activation.silu_and_mul_triton, p) for p in pair])
         print(f"  silu {count}: {', '.join(widths)} us; to bf16 {1e6 * bf16:.1f} us", flush=True)
 

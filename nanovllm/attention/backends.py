@@ -144,8 +144,9 @@ class ReferenceBackend(AttentionBackend):
                 self._lens, self._gathered = meta.context_lens, {}
             gathered = self._gathered.get(spec.window)
             if gathered is None:  # once per step, not per layer
-                places = meta.block_tables, meta.context_lens, meta.max_seqlen_k, cache.k.shape[1]
-                gathered = self._gathered[spec.window] = decode_gather_reference(*places, spec.window)
+                gathered = self._gathered[spec.window] = decode_gather_reference(
+                    meta.block_tables, meta.context_lens, meta.max_seqlen_k, cache.k.shape[1], spec.window
+                )
             return decode_attend_reference(q, cache, gathered, spec.scale, variant)
         return paged_prefill_attention_reference(
             q,

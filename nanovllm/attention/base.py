@@ -124,8 +124,14 @@ class AttentionColumns(Generic[A]):
         if group == 0:
             return self
         own = self.others[group - 1]
-        same = self.context_lens, own.block_tables, self.max_seqlen_k, self.prefill
-        return AttentionColumns(own.slot_mapping, *same, copies=own.copies)
+        return AttentionColumns(
+            own.slot_mapping,
+            self.context_lens,
+            own.block_tables,
+            self.max_seqlen_k,
+            self.prefill,
+            copies=own.copies,
+        )
 
 
 @dataclass(frozen=True, eq=False)

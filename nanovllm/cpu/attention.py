@@ -40,12 +40,13 @@ class CPUBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         variant = Variant(spec.window, spec.softcap, sinks)
-        places = q, cache, meta.block_tables
+        tables, lens = meta.block_tables, meta.context_lens
+        done: torch.Tensor
         if meta.prefill is None:
             attend = cpu_kernel("decode_attention.paged_decode_attention")
-            done: torch.Tensor = attend(*places, meta.context_lens, meta.max_seqlen_k, spec.scale, variant)
+            done = attend(q, cache, tables, lens, meta.max_seqlen_k, spec.scale, variant)
             return done
-        attend = cpu_kernel("prefill_attention.paged_prefill_attention")
-        lens = meta.prefill.cu_seqlens_q, meta.context_lens, meta.prefill.max_seqlen_q
-        done = attend(*places, *lens, spec.scale, variant)
+        attend, prefill = cpu_kernel("prefill_attention.paged_prefill_attention"), meta.prefill
+        starts, longest = prefill.cu_seqlens_q, prefill.max_seqlen_q
+        done = attend(q, cache, tables, starts, lens, longest, spec.scale, variant)
         return done

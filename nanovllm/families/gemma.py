@@ -17,6 +17,7 @@ from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.models.hf_config import HFConfig, layer_kinds, number
+from nanovllm.quantization.names import FileNames
 
 
 class GemmaLayer(nn.Module):
@@ -63,12 +64,14 @@ class GemmaFamily(ModelFamily):
             norm_offset=1.0,
             embedding_multiplier=config.hidden_size**0.5,
             logit_softcap=logit_softcap,
-            prefixes={
-                "model.language_model.": "model.",
-                "language_model.": "",
-                **dict.fromkeys(("vision_tower.", "multi_modal_projector."), None),
-                **dict.fromkeys(("model.vision_tower.", "model.multi_modal_projector."), None),
-            },
+            names=FileNames(
+                prefixes={
+                    "model.language_model.": "model.",
+                    "language_model.": "",
+                    **dict.fromkeys(("vision_tower.", "multi_modal_projector."), None),
+                    **dict.fromkeys(("model.vision_tower.", "model.multi_modal_projector."), None),
+                }
+            ),
         )
 
 

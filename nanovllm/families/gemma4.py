@@ -32,6 +32,7 @@ from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.models.hf_config import FULL, SLIDING, HFConfig, layer_kinds, number, rope_config
 from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard
+from nanovllm.quantization.names import FileNames
 from nanovllm.quantization.unquantized import QuantConfig
 
 _IN_WHOLE = ("model.language_model.", "model.", "language_model.model.")  # where files have the decoder
@@ -212,7 +213,7 @@ class Gemma4Family(ModelFamily):
             logit_softcap=number(hf, softcap) if hf.get(softcap) else None,
             layer=Layers(size, hf.boolean("use_double_wide_mlp")),
             layer_inputs=LayerInputs(size, vocab_size) if size else None,
-            prefixes=_prefixes(specs),
+            names=FileNames(prefixes=_prefixes(specs)),
         )
 
 

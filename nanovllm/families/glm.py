@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +11,7 @@ from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.models.hf_config import HFConfig
+from nanovllm.quantization.names import FileNames
 
 
 class Glm4Layer(nn.Module):
@@ -39,11 +38,11 @@ class GlmFamily(ModelFamily):
     def read(self, hf: HFConfig) -> ModelConfig:
         config = super().read(hf)
         size = config.intermediate_size
-        return replace(config, packed={"gate_up_proj": {"gate_proj": size, "up_proj": size}})
+        return replace(config, names=FileNames({"gate_up_proj": {"gate_proj": size, "up_proj": size}}))
 
 
-_OPTIONS: Mapping[str, Any] = {
-    "defaults": {
+GLM = GlmFamily(
+    defaults={
         "vocab_size": 151552,
         "hidden_size": 4096,
         "intermediate_size": 13696,
@@ -57,9 +56,8 @@ _OPTIONS: Mapping[str, Any] = {
         "attention_bias": True,
         "eos_token_id": [151329, 151336, 151338],
     },
-    "qkv_bias": "attention_bias",
-    "rotary_share": 0.5,
-    "interleaved": True,
-}
-GLM = GlmFamily(**_OPTIONS)
-GLM4 = GlmFamily(layer=Glm4Layer, **_OPTIONS)
+    qkv_bias="attention_bias",
+    rotary_share=0.5,
+    interleaved=True,
+)
+GLM4 = replace(GLM, layer=Glm4Layer)

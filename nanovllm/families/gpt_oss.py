@@ -6,7 +6,7 @@ gets a name of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -18,8 +18,9 @@ from nanovllm.formats.mxfp4.method import Mxfp4Config
 from nanovllm.kernels.activation import Activation
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.hf_config import HFConfig, layer_kinds
-from nanovllm.moe.layers import MoESpec
+from nanovllm.moe.layers import ExpertNames, MoESpec
 from nanovllm.quantization.base import WeightSource
+from nanovllm.quantization.names import FileNames
 from nanovllm.quantization.unquantized import QuantConfig
 
 _FIXED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"}  # the kernels' constants
@@ -72,16 +73,16 @@ def _part(source: WeightSource, expert: int, first: int | None, transposed: bool
     return _Part(source, expert, first, transposed)
 
 
-class GptOssSpec(MoESpec):
+class GptOssNames(ExpertNames):
     """Gate and up are every other row of one tensor; weights in floats are transposed."""
 
-    def checkpoint_tensors(self, name: str, tensor: WeightSource) -> list[tuple[str, WeightSource]]:
+    def parts(self, name: str, tensor: WeightSource) -> Iterable[tuple[str, WeightSource]]:
         module, _, last = name.rpartition(".")
         both = last.startswith("gate_up_proj")
         suffix = last.removeprefix("gate_up_proj").removeprefix("down_proj")
         param, dims = _PARAMS.get(suffix, ("", 0))
         shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape()
-        fits = len(shape) == dims and shape[0] <= self.num_experts
+        fits = len(shape) == dims and shape[0] <= self.spec.num_experts
         if not module.endswith(".experts") or not fits or suffix == last:
             return [(name, tensor)]
         parts: dict[str, int | None] = {"gate_proj": 0, "up_proj": 1} if both else {"down_proj": None}
@@ -95,7 +96,7 @@ class GptOssSpec(MoESpec):
 @dataclass(frozen=True)
 class _GptOss(MoEFamily):
     def read_moe(self, hf: HFConfig) -> MoESpec:
-        return GptOssSpec(
+        return MoESpec(
             num_experts=hf.integer("num_experts"),
             top_k=hf.integer("num_experts_per_tok"),
             width=hf.integer("intermediate_size"),
@@ -103,6 +104,9 @@ class _GptOss(MoEFamily):
             bias=True,
             router="router",
         )
+
+    def expert_names(self, moe: MoESpec) -> FileNames:
+        return GptOssNames(spec=moe)
 
     def read(self, hf: HFConfig) -> ModelConfig:
         for key, supported in _FIXED.items():

@@ -18,6 +18,7 @@ from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.models.hf_config import FULL, HFConfig, layer_kinds, number
 from nanovllm.quantization.base import Normed, Product
+from nanovllm.quantization.names import FileNames
 
 
 class GraniteFamily(ModelFamily):
@@ -83,7 +84,7 @@ class GraniteHybridFamily(GraniteFamily):
             )
         spec = replace(config.spec(0), rope=rope if kind == "rope" else None)
         packed = {"input_linear": {"gate_proj": size, "up_proj": size}}
-        return replace(config, attention=(spec,), packed=packed)
+        return replace(config, attention=(spec,), names=FileNames(packed))
 
 
 _READS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from nanovllm.attention.rotary import RopeConfig
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.hf_config import FULL, SLIDING, HFConfig, window_length
+from nanovllm.quantization.names import FileNames
 
 
 class Phi3Family(ModelFamily):
@@ -26,7 +27,7 @@ class Phi3Family(ModelFamily):
             "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
             "gate_up_proj": {"gate_proj": size, "up_proj": size},
         }
-        return replace(config, packed=packed)
+        return replace(config, names=FileNames(packed))
 
 
 PHI3 = Phi3Family(

@@ -14,7 +14,8 @@ from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.models.hf_config import HFConfig
-from nanovllm.moe.layers import MoE, MoESpec
+from nanovllm.moe.layers import ExpertNames, MoE, MoESpec
+from nanovllm.quantization.names import FileNames
 
 
 class MoELayer(nn.Module):
@@ -56,7 +57,11 @@ class MoEFamily(ModelFamily):
     def read(self, hf: HFConfig) -> ModelConfig:
         config, moe = super().read(hf), self.read_moe(hf)
         moe.check_size(config.hidden_size)
-        return replace(config, moe=moe)
+        return replace(config, moe=moe, names=self.expert_names(moe))
+
+    def expert_names(self, moe: MoESpec) -> FileNames:
+        """What files call the experts' tensors."""
+        return ExpertNames(last=moe.projections[-1], spec=moe)
 
     def read_moe(self, hf: HFConfig) -> MoESpec:
         """ValueError for what is malformed."""

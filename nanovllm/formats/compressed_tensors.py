@@ -6,12 +6,12 @@ A format is a function in `_FORMATS`. Opens no file and stores no weight.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.formats.fp8.kernels.values import GROUP
-from nanovllm.formats.fp8.loading import Stored
+from nanovllm.formats.fp8.loading import Stored, rows_in_blocks
 from nanovllm.formats.fp8.method import Fp8Config, check_choices
 from nanovllm.formats.int4.configs import pack_quantized_config
 from nanovllm.quantization.base import Kind, LinearMethod, WeightMethod
@@ -77,6 +77,9 @@ class CompressedTensorsConfig(QuantConfig):
     def on(self, capability: tuple[int, int]) -> CompressedTensorsConfig:
         groups = (replace(group, quant=group.quant.on(capability)) for group in self.groups)
         return replace(self, groups=tuple(groups))
+
+    def packed_rows(self, name: str, shape: Sequence[int], rows: Mapping[str, int]) -> Mapping[str, int]:
+        return rows_in_blocks(name, shape, rows)
 
     @property
     def itemsize(self) -> float | None:

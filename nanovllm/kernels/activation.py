@@ -7,12 +7,10 @@ from enum import Enum
 import torch
 import torch.nn.functional as F
 
-from nanovllm.formats.fp8.kernels.values import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
 from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, tl, wide
 from nanovllm.kernels.kinds import Kinds, unknown
 
 _BLOCK = 1024  # columns of a program, measured on an H200 (docs/log/2026-11-22-techniques.md)
-_ROW_WARPS = 16  # at most, of a program for a whole row
 
 # Besides SiLU, for kernels: GELU, and gpt-oss's SwiGLU. Triton 3.6 takes no string as a default.
 _KINDS = Kinds("activation", {"": 0, "tanh": 1, "erf": 2, "clamped": 3})
@@ -67,57 +65,6 @@ def _silu_and_mul_kernel(
     tl.store(out_ptr + row * N + columns, gated(gate, up, dtype, KIND), mask=mask)
 
 
-@jit("num_rows")
-def _silu_and_mul_fp8_kernel(
-    x_ptr: tl.tensor,
-    codes_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    num_rows: int,
-    x_stride: int,
-    N: tl.constexpr,
-    N_PADDED: tl.constexpr,
-    GROUP: tl.constexpr,
-    USE_PDL: tl.constexpr,
-) -> None:
-    """One program per row, whose scale needs all of it."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, N_PADDED)
-    mask = columns < N
-    await_inputs(USE_PDL)
-    x_ptrs = x_ptr + row * x_stride + columns
-    gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptrs + N, mask=mask, other=0.0).to(tl.float32)
-    out = gated(gate, up, x_ptr.dtype.element_ty).to(tl.float32)
-    store_fp8(out, codes_ptr, scales_ptr, row, num_rows, N, GROUP)
-
-
-def silu_and_mul_fp8_triton(x: torch.Tensor, group: int | None = None) -> Fp8Rows:
-    """`silu_and_mul`, as `quantise_rows` makes it from the result in x's dtype."""
-    rows, n = x.shape[0], x.shape[1] // 2
-    out = Fp8Rows.empty(x, n, group)
-    if rows:
-        assert x.stride(1) == 1
-        padded = padded_row(n, group)
-        _silu_and_mul_fp8_kernel[(rows,)](
-            x,
-            out.codes,
-            out.scales,
-            rows,
-            x.stride(0),
-            N=n,
-            N_PADDED=padded,
-            GROUP=group,
-            num_warps=max(1, min(_ROW_WARPS, padded // 256)),
-            **pdl_options(x),
-        )
-    return out
-
-
-def silu_and_mul_fp8_reference(x: torch.Tensor, group: int | None = None) -> Fp8Rows:
-    """`silu_and_mul_fp8` in plain torch."""
-    return quantise_rows_reference(silu_and_mul_reference(x), group)
-
-
 def silu_and_mul_triton(x: torch.Tensor, kind: str = "") -> torch.Tensor:
     """Return silu(x[:, :N]) * x[:, N:], [T, N], for x [T, 2N], rounded once to x's dtype.
 
@@ -152,7 +99,6 @@ def silu_and_mul_reference(x: torch.Tensor, kind: str = "") -> torch.Tensor:
 
 
 silu_and_mul = by_device(silu_and_mul_triton, silu_and_mul_reference, "activation.silu_and_mul")
-silu_and_mul_fp8 = by_device(silu_and_mul_fp8_triton, silu_and_mul_fp8_reference)
 
 
 class Activation(Enum):

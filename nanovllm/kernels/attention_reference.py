@@ -91,8 +91,8 @@ def paged_decode_attention_reference(
     longest = min(max_context_len, int(context_lens.max())) if len(q) else 0
     if longest == 0:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
-    places = block_tables, context_lens, longest, cache.k.shape[1]
-    out = decode_attend_reference(q, cache, decode_gather_reference(*places, variant.window), scale, variant)
+    gathered = decode_gather_reference(block_tables, context_lens, longest, cache.k.shape[1], variant.window)
+    out = decode_attend_reference(q, cache, gathered, scale, variant)
     return out.masked_fill((context_lens == 0)[:, None, None], 0.0)
 
 

@@ -300,8 +300,8 @@ def paged_decode_attention_triton(
     large, few = chunk >= CHUNK or shared is not None, chunk == _FEW_CHUNK
     single = few and sequences == 1 and shared_memory(q.device) >= _MUCH_SHARED_MEMORY
     tiles = heads.kv_heads * -(-heads.group // _HEAD_TILE)
-    size = heads, cache.k.element_size(), chunk
-    alone = _tiles(*size, 0 if invariant else sequences * tiles, True, single)
+    item = cache.k.element_size()
+    alone = _tiles(heads, item, chunk, 0 if invariant else sequences * tiles, True, single)
     if window is not None:
         chunk, alone = _of_window(window, chunk, alone, heads.head_dim)
         longest = min(max_context_len, window + alone.block_n - 1)
@@ -318,7 +318,7 @@ def paged_decode_attention_triton(
         if members is not None:
             head_tile = max(_HEAD_TILE, next_power_of_2(members.shape[1] * heads.group))
             wide, units = heads.kv_heads, min(units, _UNITS)
-            block_n, warps, stages = _tiles(*size, 0, head_tile == _HEAD_TILE, single)
+            block_n, warps, stages = _tiles(heads, item, chunk, 0, head_tile == _HEAD_TILE, single)
         # Programs without work are cheap but not free, and `max_context_len` may be far above the contexts.
         programs = _SINGLE_PROGRAMS if single else _PROGRAMS
         lanes = min(chunks, max(_LANES, programs // (units * wide)))

@@ -5,8 +5,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.formats.fp8.kernels.values import Fp8Rows, padded_row, quantise_rows_reference, store_fp8
-from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, row_warps, tl, wide
+from nanovllm.kernels.compat import (
+    await_inputs,
+    by_device,
+    jit,
+    next_power_of_2,
+    pdl_options,
+    row_warps,
+    tl,
+    wide,
+)
+from nanovllm.kernels.fp8 import store_fp8
 
 
 @jit()
@@ -56,26 +65,27 @@ def _rms_norm_kernel(
         tl.store(out_ptr + row * N + columns, normed, mask=mask)
 
 
-def _launch(
+def launch_add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    out: torch.Tensor | Fp8Rows,
+    out: torch.Tensor,
+    scales: torch.Tensor | None = None,
     group: int | None = None,
 ) -> torch.Tensor:
-    """Write the norm to `out`; return x + residual."""
+    """Write the norm to `out`; return x + residual. With scales, the norm in x's dtype becomes FP8, with a
+    scale for each row, or for each `group` columns of it."""
     (rows, n), summed = x.shape, x if residual is None else residual
     total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    values, scales = out if isinstance(out, Fp8Rows) else (out, None)
     if rows:
         assert x.stride(1) == 1 and summed.stride(1) == 1 and weight.is_contiguous()
-        padded = padded_row(n, group)
+        padded = max(next_power_of_2(n), group or 1)
         _rms_norm_kernel[(rows,)](
             x,
             residual,
             weight,
-            values,
+            out,
             scales,
             total,
             rows,
@@ -99,19 +109,7 @@ def add_rms_norm_triton(
     x, residual: [T, N] of one dtype. The sum is rounded to that dtype before the norm.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out, _launch(x, residual, weight, eps, out)
-
-
-def add_rms_norm_fp8_triton(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    group: int | None = None,
-) -> tuple[Fp8Rows, torch.Tensor]:
-    """`add_rms_norm`, the norm as `quantise_rows` makes it from the norm in x's dtype."""
-    out = Fp8Rows.empty(x, x.shape[1], group)
-    return out, _launch(x, residual, weight, eps, out, group)
+    return out, launch_add_rms_norm(x, residual, weight, eps, out)
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -138,18 +136,5 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps), total
 
 
-def add_rms_norm_fp8_reference(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    group: int | None = None,
-) -> tuple[Fp8Rows, torch.Tensor]:
-    """`add_rms_norm_fp8` in plain torch."""
-    normed, total = add_rms_norm_reference(x, residual, weight, eps)
-    return quantise_rows_reference(normed, group), total
-
-
 rms_norm = by_device(rms_norm_triton, rms_norm_reference, "rms_norm.rms_norm")
 add_rms_norm = by_device(add_rms_norm_triton, add_rms_norm_reference, "rms_norm.add_rms_norm")
-add_rms_norm_fp8 = by_device(add_rms_norm_fp8_triton, add_rms_norm_fp8_reference)

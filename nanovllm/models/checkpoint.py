@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
@@ -181,32 +180,6 @@ class Checkpoint:
                     file.seek(size * sample // SAMPLES)
                     digest.update(file.read(2**16))
         return digest.hexdigest()
-
-
-class _Rows:
-    """Some rows of a tensor in a file."""
-
-    def __init__(self, source: WeightSource, start: int, count: int) -> None:
-        self._source, self._start, self._count = source, start, count
-
-    def get_shape(self) -> list[int]:
-        assert not isinstance(self._source, torch.Tensor)
-        return [self._count, *self._source.get_shape()[1:]]
-
-    def get_dtype(self) -> str:
-        assert not isinstance(self._source, torch.Tensor)
-        return self._source.get_dtype()
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        parts = index if isinstance(index, tuple) else (index,)
-        first, *others = (slice(None),) if index is ... else parts
-        start, stop, _ = first.indices(self._count)
-        return self._source[(slice(self._start + start, self._start + stop), *others)]
-
-
-def rows_of(source: WeightSource, start: int, count: int) -> WeightSource:
-    """The rows `[start, start + count)` of a checkpoint tensor; nothing is read yet."""
-    return source[start : start + count] if isinstance(source, torch.Tensor) else _Rows(source, start, count)
 
 
 def _weight_files(folder: Path) -> dict[str, set[str]]:

@@ -31,7 +31,6 @@ from nanovllm.models.hf_config import (
     window_length,
 )
 from nanovllm.models.spellings import NAMES, Ropes, one_form
-from nanovllm.quantization.base import WeightSource
 from nanovllm.quantization.names import FileNames
 from nanovllm.quantization.registry import quant_config
 from nanovllm.quantization.unquantized import QuantConfig
@@ -61,11 +60,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Mixture(ABC):
     """What some layers have in place of the MLP, such as routed experts. The family's layer makes it."""
 
-    @property
-    @abstractmethod
-    def last(self) -> str:
-        """The module in files that decides how all of its weights are stored."""
-
     @abstractmethod
     def widths(self, dense_width: int) -> list[int]:
         """All widths that the ranks split. dense_width: of the layers with an MLP."""
@@ -73,10 +67,6 @@ class Mixture(ABC):
     @abstractmethod
     def kinds(self, num_layers: int) -> Sequence[tuple[Mixture, int]]:
         """The kinds of the first `num_layers` layers: a spec of which every layer is one, and how many."""
-
-    @abstractmethod
-    def checkpoint_tensors(self, name: str, tensor: WeightSource) -> list[tuple[str, WeightSource]]:
-        """What a tensor of a file, or of transformers' state_dict, is by the model's names."""
 
     @abstractmethod
     def check_gpu(self, hidden_size: int, dtype: torch.dtype) -> None:
@@ -116,9 +106,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # of what each block adds to the stream
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None  # logits become softcap * tanh(logit / softcap), last
-    # Tensors that hold several modules, by their name: the modules and their rows, in order.
-    packed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    prefixes: Mapping[str, str | None] = field(default_factory=dict)  # of tensors: replaced; None: left out
+    names: FileNames = field(default_factory=FileNames)  # of tensors in files
     layer: Callable[..., Any] | None = None  # (config, index, build) -> a layer; None: `DecoderLayer`
     layer_inputs: Callable[..., Any] | None = None  # (config, build) -> what makes an input of each layer
     moe: Mixture | None = None
@@ -227,7 +215,7 @@ class ModelConfig:
 
         def fits(ranks: int) -> bool:
             heads = {(spec.num_heads, spec.num_kv_heads) for spec in self.attention}
-            heads_fit = all(can_split_heads(*each, ranks) for each in heads)
+            heads_fit = all(can_split_heads(queries, keys, ranks) for queries, keys in heads)
             return heads_fit and all(width % ranks == 0 for width in widths)
 
         if not fits(size):
@@ -280,20 +268,18 @@ class ModelFamily:
         _refuse_unsupported(hf, self.reads)
         stop = eos_token_ids(hf, generation or {})
         config = self.read(hf)
-        if config.packed and not quant.keeps_rows:
+        if config.names.packed and not quant.keeps_rows:
             raise ValueError(
                 f"config.json: quantization_config: weights of 4 bits are not supported in {architecture}, "
-                f"whose checkpoints hold several projections as one ({', '.join(config.packed)}); use its "
-                "FP8, bfloat16 or float16 checkpoint"
+                f"whose checkpoints hold several projections as one ({', '.join(config.names.packed)}); use "
+                "its FP8, bfloat16 or float16 checkpoint"
             )
-        last = "down_proj" if config.moe is None else config.moe.last
-        names = FileNames.of_model(config.packed, config.prefixes, last)
         return replace(
             config,
             architecture=architecture,
             eos_token_ids=stop,
             layer=config.layer or self.layer,
-            quant=quant.in_files(names),
+            quant=quant.in_files(config.names),
         )
 
     def text_config(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -334,10 +320,10 @@ class ModelFamily:
             specs[SLIDING] = replace(specs[SLIDING], window=window_length(hf))
         longest = specs[FULL].rope
         assert longest is not None
-        biases: dict[str, Any] = {
-            name: hf.boolean(value) if isinstance(value := getattr(self, name), str) else value
-            for name in ("qkv_bias", "o_bias", "mlp_bias")
-        }
+
+        def bias(value: bool | str) -> bool:
+            return hf.boolean(value) if isinstance(value, str) else value
+
         return ModelConfig(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -347,7 +333,9 @@ class ModelFamily:
             rms_norm_eps=fraction(hf, "rms_norm_eps"),
             max_position_embeddings=longest.max_position(hf.integer("max_position_embeddings")),
             tie_word_embeddings=hf.boolean("tie_word_embeddings"),
-            **biases,
+            qkv_bias=bias(self.qkv_bias),
+            o_bias=bias(self.o_bias),
+            mlp_bias=bias(self.mlp_bias),
             dtype=dtype(hf),
             activation=activation(hf),
             dual_chunk=dual_chunk(hf),

@@ -5,11 +5,9 @@ Modules are named as in transformers, so a parameter's path is its checkpoint na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, cached_property, partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -75,8 +73,15 @@ class Attention(WeightLayer):
         self.group = 0  # its `KVGroup`; the cache's owner sets it
         self.cache = KVCache(torch.empty(0), torch.empty(0))
         if spec.kv_from is None:
-            heads = head_dim, spec.num_heads, spec.num_kv_heads
-            self.qkv_proj = QKVParallelLinear(hidden_size, *heads, tp, config.qkv_bias, not spec.v_from_k)
+            self.qkv_proj = QKVParallelLinear(
+                hidden_size,
+                head_dim,
+                spec.num_heads,
+                spec.num_kv_heads,
+                tp,
+                config.qkv_bias,
+                not spec.v_from_k,
+            )
         else:
             self.q_proj = MergedColumnParallelLinear(hidden_size, {"q_proj": size}, tp, config.qkv_bias)
         multiplier = config.residual_multiplier
@@ -120,8 +125,9 @@ class Attention(WeightLayer):
             q = k = v = self.q_proj(x).unflatten(-1, (-1, spec.head_dim))
         q = self.q_norm(q) if isinstance(self.q_norm, HeadsNorm) else q
         k = self.k_norm(k) if isinstance(self.k_norm, HeadsNorm) else k
-        turned = self._turned, self._interleaved
-        rotation = Rotation(step.positions, self.rotary.cos_sin, q_weight, k_weight, eps, *turned)
+        rotation = Rotation(
+            step.positions, self.rotary.cos_sin, q_weight, k_weight, eps, self._turned, self._interleaved
+        )
         if spec.kv_from is None:
             q = qk_norm_rope_store(q, k, v, rotation, self.cache, meta.slot_mapping)
             if meta.copies is not None:  # of what earlier steps stored, or this one
@@ -174,15 +180,6 @@ class DecoderLayer(nn.Module):
         return x.add(self.post_attention_layernorm, self.mlp, step)
 
 
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """All of a layer that decides which kernels it launches."""
-    modules = (
-        (name, type(module), repr(getattr(module, "spec", None)), *map(type, vars(module).values()))
-        for name, module in layer.named_modules()
-    )
-    return (*modules, *((name, each.shape, each.dtype) for name, each in layer.named_parameters()))
-
-
 class DecoderModel(nn.Module):
     """Embedding, layers and final norm; `DecoderForCausalLM` runs them."""
 
@@ -208,25 +205,6 @@ class DecoderForCausalLM(nn.Module):
         tied_to = self.model.embed_tokens if config.ties_head else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
-
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Within the block, `forward` runs a few layers, whose results mean nothing, but which launch all the
-        kernels of a step: for each kind of layer, one of them after one of each kind that precedes it."""
-        layers, self.model.layers = self.model.layers, self._rehearsed
-        try:
-            yield
-        finally:
-            self.model.layers = layers
-
-    @cached_property
-    def _rehearsed(self) -> nn.ModuleList:
-        layers = self.model.layers
-        firsts: dict[Any, int] = {}  # by the kinds of a layer and of the one before it
-        for place, kinds in enumerate(pairwise([None, *map(_kind, layers)])):
-            firsts.setdefault(kinds, place)
-        places = {near for place in firsts.values() for near in (max(place - 1, 0), place)}
-        return nn.ModuleList(layers[place] for place in sorted(places))
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
         """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; only of the

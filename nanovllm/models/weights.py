@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ import torch
 
 from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.errors import ModelLoadError
-from nanovllm.formats.fp8.kernels.values import GROUP
 from nanovllm.layers.stream import Group
 from nanovllm.layers.weights import allocate, finish_loading, weight_slots
-from nanovllm.models.checkpoint import CONFIG_FILE, listing, rows_of
+from nanovllm.models.checkpoint import CONFIG_FILE, listing
 from nanovllm.models.config import Mixture, ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import open_checkpoint
@@ -32,7 +30,6 @@ from nanovllm.quantization.names import BARE
 
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_IN_DECODER = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")  # files of a bare decoder begin names so
 # In old checkpoints; computed from the config.
 _ROTARY = re.compile(r"\.rotary_emb(_local)?\.(original_)?(inv_freq|cos_cached|sin_cached)$")
 logger = logging.getLogger("nanovllm")
@@ -157,55 +154,9 @@ def _hashes(tensor: torch.Tensor) -> list[float]:
 
 
 def unpacked(config: ModelConfig, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The tensors by the model's names: prefixes replaced, packed ones in parts, see `ModelConfig`, and those
-    of all experts in parts."""
-    for name, tensor in _unpacked(config, pairs):
-        yield from [(name, tensor)] if config.moe is None else config.moe.checkpoint_tensors(name, tensor)
-
-
-def _named(config: ModelConfig, full_name: str) -> str | None:
-    """The model's name of a tensor or a module that packs others; None: the model does not have it."""
-    name: str | None = full_name
-    for prefix, other in config.prefixes.items():
-        if full_name.startswith(prefix):
-            name = None if other is None else other + full_name.removeprefix(prefix)
-            break
-    return f"{BARE}{name}" if name is not None and name.startswith(_IN_DECODER) else name
-
-
-def _unpacked(config: ModelConfig, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for full_name, tensor in pairs:
-        name = _named(config, full_name)
-        if name is None:
-            continue
-        path, _, param = name.rpartition(".")
-        parent, _, module = path.rpartition(".")
-        rows = config.packed.get(module)
-        shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape()
-        if rows is not None and "scale" in param and prod(shape) == 1:  # of the whole packed tensor
-            yield from ((f"{parent}.{part}.{param}", tensor) for part in rows)
-            continue
-        total = 0 if rows is None else sum(rows.values())
-        if (
-            rows is not None
-            and "scale" in param
-            and len(shape) > 1
-            and shape[0] == -(-total // GROUP) < total
-        ):
-            if uneven := [part for part, count in rows.items() if count % GROUP]:
-                raise ModelLoadError(
-                    f"{full_name} has scales of blocks of {GROUP} rows, and {', '.join(uneven)}, which "
-                    f"{module} holds, {'has' if len(uneven) == 1 else 'have'} no whole blocks: "
-                    f"{rows}; use a checkpoint with scales of rows or of tensors"
-                )
-            rows, total = {part: count // GROUP for part, count in rows.items()}, shape[0]
-        if rows is None or [*shape, 0][0] != total:  # of another length: the checker names it
-            yield name, tensor
-            continue
-        start = 0
-        for part, count in rows.items():
-            yield f"{parent}.{part}.{param}", rows_of(tensor, start, count)
-            start += count
+    """The tensors of files by the model's names; see `FileNames.tensors`."""
+    for name, tensor in pairs:
+        yield from config.names.tensors(name, tensor, config.quant.packed_rows)
 
 
 def _by_name(config: ModelConfig, stored: Mapping[str, WeightSource]) -> dict[str, WeightSource]:
@@ -227,7 +178,7 @@ def find_head(config: ModelConfig, folder: str | Path) -> ModelConfig:
     if config.tie_word_embeddings:
         return config
     with open_checkpoint(folder).tensors() as found:
-        names = {name: _named(config, name) for name in found}
+        names = {name: config.names.named(name) for name in found}
     has_head = any((name or "").startswith("lm_head.") for name in names.values())
     is_bare = any(name is not None and name == f"{BARE}{stored}" for stored, name in names.items())
     return replace(config, has_head=has_head or (config.has_head and not is_bare))
@@ -256,7 +207,7 @@ def check_weights(config: ModelConfig, folder: str | Path) -> None:
         _check_layers(config, tensors, Path(folder))  # first: the model is as large as the config says
         checker = WeightChecker(_unallocated(config, Group(), torch.float32))
         checker.check(tensors, Path(folder))
-        absent = sorted(name for name in checkpoint.absent if not checker.knows(_named(config, name)))
+        absent = sorted(name for name in checkpoint.absent if not checker.knows(config.names.named(name)))
         if absent:
             logger.warning(
                 "%s: its index lists tensors that no file has, and that %s does not need: %s",
@@ -336,8 +287,8 @@ def init_dummy_weights(
             whole.fill_(shard.dummy)
         elif not dtype.is_floating_point:
             limits = torch.iinfo(dtype)
-            bounds = max(limits.min, -(2**31)), min(limits.max + 1, 2**31)
-            whole.random_(*bounds, generator=_generator(whole, name, seed))
+            least, end = max(limits.min, -(2**31)), min(limits.max + 1, 2**31)
+            whole.random_(least, end, generator=_generator(whole, name, seed))
         else:
             whole.normal_(0.0, 0.02, generator=_generator(whole, name, seed))
         layer.load(shard, whole)

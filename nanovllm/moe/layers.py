@@ -5,8 +5,8 @@ Each rank holds a part of the width of every expert, so the ranks route alike an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ROW_BYTES, ExpertsMethod, ExpertWeights
 from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.names import FileNames, PackedRows
 from nanovllm.quantization.unquantized import QuantConfig
 
 _MAX_EXPERTS = 4096
@@ -69,10 +70,6 @@ class MoESpec(Mixture):
                 f"of experts in {str(dtype).removeprefix('torch.')} needs on a GPU; use device='cpu'{also}"
             )
 
-    @property
-    def last(self) -> str:
-        return self.projections[-1]
-
     def has_experts(self, layer: int) -> bool:
         return layer not in self.dense and (layer + 1) % self.step == 0
 
@@ -86,13 +83,34 @@ class MoESpec(Mixture):
         dense = [dense_width] if self.dense or self.step > 1 else []
         return [self.width, *dense, *([] if self.shared_width is None else [self.shared_width])]
 
-    def checkpoint_tensors(self, name: str, tensor: WeightSource) -> list[tuple[str, WeightSource]]:
-        """From transformers 5 on a state_dict holds all experts of a layer as one, and every block is called
-        mlp."""
+    def record(self, layers: Sequence[nn.Module], max_tokens: int, device: torch.device) -> torch.Tensor:
+        record = torch.zeros((max_tokens, len(layers), self.top_k), dtype=torch.int16, device=device)
+        for index, layer in enumerate(layers):
+            for block in layer.children():
+                if isinstance(block, MoE):
+                    block.record = record[:, index]
+        return record
+
+
+@dataclass(frozen=True)
+class ExpertNames(FileNames):
+    """Names of files whose experts have tensors of their own. From transformers 5 on a state_dict holds all
+    experts of a layer as one, and every block is called mlp."""
+
+    spec: MoESpec = field(kw_only=True)
+
+    def tensors(
+        self, full_name: str, tensor: WeightSource, packed_rows: PackedRows
+    ) -> Iterator[tuple[str, WeightSource]]:
+        for name, each in super().tensors(full_name, tensor, packed_rows):
+            yield from self.parts(name, each)
+
+    def parts(self, name: str, tensor: WeightSource) -> Iterable[tuple[str, WeightSource]]:
+        """The tensors of single experts that a tensor is, or itself."""
         if not isinstance(tensor, torch.Tensor):
             return [(name, tensor)]
-        module, _, last = name.replace(".mlp.", f".{self.block}.").rpartition(".")
-        gate, up, down = self.projections
+        module, _, last = name.replace(".mlp.", f".{self.spec.block}.").rpartition(".")
+        gate, up, down = self.spec.projections
         parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(last)
         if parts is None or not module.endswith(".experts") or tensor.dim() != 3:
             return [(f"{module}.{last}", tensor)]
@@ -101,14 +119,6 @@ class MoESpec(Mixture):
             for index, expert in enumerate(tensor)
             for part, rows in zip(parts, expert.chunk(len(parts)), strict=True)
         ]
-
-    def record(self, layers: Sequence[nn.Module], max_tokens: int, device: torch.device) -> torch.Tensor:
-        record = torch.zeros((max_tokens, len(layers), self.top_k), dtype=torch.int16, device=device)
-        for index, layer in enumerate(layers):
-            for block in layer.children():
-                if isinstance(block, MoE):
-                    block.record = record[:, index]
-        return record
 
 
 class _Biases(WeightLayer):
@@ -121,9 +131,8 @@ class _Biases(WeightLayer):
         super().__init__()
         shards, offset = [], 0
         for projection, (total, start, length) in rows.items():
-            part = (total,), 0, start, length, offset
             shards += [
-                WeightShard("bias", f"{index}.{projection}", *part, index=index)
+                WeightShard("bias", f"{index}.{projection}", (total,), 0, start, length, offset, index=index)
                 for index in range(num_experts)
             ]
             offset += length
@@ -141,9 +150,9 @@ class Experts(WeightLayer):
         gate, up, down = spec.projections
 
         def shards(projection: str, shape: tuple[int, int], dim: int, offset: int = 0) -> list[WeightShard]:
-            part = dim, tp.rank * width, width, offset
+            module, start = "experts.{}." + projection, tp.rank * width
             return [
-                WeightShard("weight", f"experts.{index}.{projection}", shape, *part, index=index)
+                WeightShard("weight", module.format(index), shape, dim, start, width, offset, index=index)
                 for index in range(spec.num_experts)
             ]
 

@@ -14,9 +14,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from nanovllm.formats.fp8.kernels.values import Fp8Rows, quantise_rows
-from nanovllm.kernels.activation import Activation, silu_and_mul_fp8
-from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8
+from nanovllm.kernels.activation import Activation
+from nanovllm.kernels.rms_norm import add_rms_norm
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FILE_DTYPES = {  # the names of safetensors
@@ -55,6 +54,32 @@ WeightSource = torch.Tensor | _WeightSlice
 def dtype_of(source: WeightSource) -> torch.dtype | None:
     """The dtype of a tensor or a slice; None if no weight has it."""
     return source.dtype if isinstance(source, torch.Tensor) else _FILE_DTYPES.get(source.get_dtype())
+
+
+class _Rows:
+    """Some rows of a tensor in a file."""
+
+    def __init__(self, source: WeightSource, start: int, count: int) -> None:
+        self._source, self._start, self._count = source, start, count
+
+    def get_shape(self) -> list[int]:
+        assert not isinstance(self._source, torch.Tensor)
+        return [self._count, *self._source.get_shape()[1:]]
+
+    def get_dtype(self) -> str:
+        assert not isinstance(self._source, torch.Tensor)
+        return self._source.get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        parts = index if isinstance(index, tuple) else (index,)
+        first, *others = (slice(None),) if index is ... else parts
+        start, stop, _ = first.indices(self._count)
+        return self._source[(slice(self._start + start, self._start + stop), *others)]
+
+
+def rows_of(source: WeightSource, start: int, count: int) -> WeightSource:
+    """The rows `[start, start + count)` of a checkpoint tensor; nothing is read yet."""
+    return source[start : start + count] if isinstance(source, torch.Tensor) else _Rows(source, start, count)
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:
@@ -144,7 +169,7 @@ class Normed:
     A method may compute it within its product; then it sets `total`.
     """
 
-    __slots__ = ("_quantised", "_value", "eps", "residual", "weight", "x")
+    __slots__ = ("_value", "eps", "kept", "residual", "weight", "x")
 
     def __init__(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
@@ -155,7 +180,7 @@ class Normed:
         self.weight = weight
         self.eps = eps
         self._value: torch.Tensor | None = None
-        self._quantised: Fp8Rows | None = None
+        self.kept: Any = None  # another form of the result, which a method has computed for further products
 
     @classmethod
     def computed(cls, value: torch.Tensor, total: torch.Tensor) -> Normed:
@@ -175,17 +200,6 @@ class Normed:
             self._value, self.total = add_rms_norm(self.x, self.residual, self.weight, self.eps)
         return self._value
 
-    def quantised(self, group: int | None) -> Fp8Rows:
-        """The normalised rows in FP8, with one scale for each `group` columns; None: for each row."""
-        if self._quantised is None or self._quantised.group != group:
-            if self._value is not None:
-                self._quantised = quantise_rows(self._value, group)
-            else:
-                assert self.weight is not None
-                norm = self.x, self.residual, self.weight, self.eps
-                self._quantised, self.total = add_rms_norm_fp8(*norm, group)
-        return self._quantised
-
     @property
     def total(self) -> torch.Tensor:
         """x + residual."""
@@ -201,24 +215,18 @@ class Normed:
 class Gated:
     """activation(the two halves of a product [T, 2N]), [T, N], computed by whoever multiplies it."""
 
-    __slots__ = ("_activation", "_product")
+    __slots__ = ("activation", "product")
 
     def __init__(self, product: torch.Tensor, activation: Activation) -> None:
-        self._product = product
-        self._activation = activation
+        self.product = product
+        self.activation = activation
 
     def __getitem__(self, rows: torch.Tensor) -> Gated:
-        return Gated(self._product[rows], self._activation)
+        return Gated(self.product[rows], self.activation)
 
     def tensor(self) -> torch.Tensor:
         """The result, in the product's dtype."""
-        return self._activation.and_mul(self._product)
-
-    def quantised(self, group: int | None) -> Fp8Rows:
-        """The result in FP8, with one scale for each `group` columns; None: for each row."""
-        if self._activation is Activation.SILU:
-            return silu_and_mul_fp8(self._product, group)
-        return quantise_rows(self.tensor(), group)
+        return self.activation.and_mul(self.product)
 
 
 def _tensor(x: torch.Tensor | Gated) -> torch.Tensor:

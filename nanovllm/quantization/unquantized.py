@@ -6,6 +6,7 @@ QuantConfig chooses it for every weight; each quantisation is a file here with a
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -186,6 +187,10 @@ class QuantConfig:
             if value is not None:
                 object.__setattr__(changed, key, value)
         return changed
+
+    def packed_rows(self, name: str, shape: Sequence[int], rows: Mapping[str, int]) -> Mapping[str, int]:
+        """The rows of each module in the tensor `name` of `shape`, which packs weights of so many `rows`."""
+        return rows
 
     def leaves_out(self, name: str) -> bool:
         """Whether weights do not need this tensor of the files."""

@@ -1,17 +1,19 @@
 """CUDA graphs of the decode step: captured over fixed input buffers, replayed by batch size.
 
-Knows no batch and no model, only sizes and functions that run a padded step.
+Knows no batch and no family, only sizes and functions that run a padded step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from nanovllm.kernels.compat import FEW_ROWS, in_graph
 
@@ -103,3 +105,35 @@ class CUDAGraphs:
         graph, output = self._graphs[size]
         graph.replay()
         return output
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """All of a layer that decides which kernels it launches."""
+    modules = (
+        (name, type(module), repr(getattr(module, "spec", None)), *map(type, vars(module).values()))
+        for name, module in layer.named_modules()
+    )
+    return (*modules, *((name, each.shape, each.dtype) for name, each in layer.named_parameters()))
+
+
+class Rehearsal:
+    """A context in which `model` runs a few of its `layers`, whose results mean nothing, but which launch all
+    the kernels of a step: for each kind of layer, one of them after one of each kind that precedes it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, layers = model, model.get_submodule("layers")
+        assert isinstance(layers, nn.ModuleList)
+        self._layers = layers
+        firsts: dict[Any, int] = {}  # by the kinds of a layer and of the one before it
+        for place, kinds in enumerate(pairwise([None, *map(_kind, layers)])):
+            firsts.setdefault(kinds, place)
+        places = {near for place in firsts.values() for near in (max(place - 1, 0), place)}
+        self._few = nn.ModuleList(layers[place] for place in sorted(places))
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self._model.layers = self._few
+        try:
+            yield
+        finally:
+            self._model.layers = self._layers

@@ -30,7 +30,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.weights import init_dummy_weights, load_weights
 from nanovllm.quantization.base import WeightOptions
-from nanovllm.runner.cuda_graph import CUDAGraphs, RecordedSteps, graph_sizes
+from nanovllm.runner.cuda_graph import CUDAGraphs, RecordedSteps, Rehearsal, graph_sizes
 from nanovllm.runner.ending import Ending, UndrawnStep
 from nanovllm.runner.inputs import (
     Staging,
@@ -246,9 +246,11 @@ class ModelRunner:
         if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
             return
 
+        rehearsal = Rehearsal(self.model.model)
+
         def make(shared: SharedRows | None, drawn: bool, sizes: list[int], pool: object) -> CUDAGraphs:
             step = partial(self._make_step, shared, drawn)
-            return CUDAGraphs(sizes, step, self.device.torch, pool, self.model.rehearsing)
+            return CUDAGraphs(sizes, step, self.device.torch, pool, rehearsal)
 
         sizes = graph_sizes(self.config.max_num_seqs)
         self.graphs[0, True] = first = make(None, True, sizes, None)

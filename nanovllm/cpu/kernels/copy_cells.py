@@ -60,5 +60,5 @@ def copy_cells(k: torch.Tensor, v: torch.Tensor, copies: torch.Tensor, longest: 
         return
     assert k.stride() == v.stride() and k.stride(3) == 1 and k.stride(1) == width and copies.is_contiguous()
     assert copies.dtype == torch.int32
-    strides = k.stride(0) * size, page * width * size, width * size
-    _KERNEL.launch((), len(copies) * 2 * parts, k, v, copies, parts, *strides)
+    block, head, cell = k.stride(0) * size, page * width * size, width * size
+    _KERNEL.launch((), len(copies) * 2 * parts, k, v, copies, parts, block, head, cell)

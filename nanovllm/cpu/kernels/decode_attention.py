@@ -292,6 +292,6 @@ def paged_decode_attention(
         *(block_stride, position_stride, head_stride, variant.window or 0, scale, variant.softcap or 0.0),
     )
     if several:
-        merged = context_lens, sinks, out, partial, kv_heads, variant.window or 0
-        _MERGE.launch((*heads, sink_dtype), rows, *merged)
+        window = variant.window or 0
+        _MERGE.launch((*heads, sink_dtype), rows, context_lens, sinks, out, partial, kv_heads, window)
     return out

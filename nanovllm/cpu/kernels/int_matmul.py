@@ -196,9 +196,12 @@ def int_linear(
     ahead = vectors * (team().size - 1) + 1  # blocks to the next program of a thread
     columns, chunks = -(-n // (LANES * vectors)), -(-rows // _ROWS)
     block_bytes, stride = weight.data.stride(0), 0 if residual is None else residual.stride(0)
-    tensors = records, weight.data, bias, residual, out
-    sizes = rows, n, groups, row_bytes, block_bytes, stride
-    _PRODUCT.launch((name, DTYPES[out.dtype]), columns * chunks, *tensors, *sizes, vectors, columns, ahead)
+    _PRODUCT.launch(
+        (name, DTYPES[out.dtype]),
+        columns * chunks,
+        *(records, weight.data, bias, residual, out),
+        *(rows, n, groups, row_bytes, block_bytes, stride, vectors, columns, ahead),
+    )
     return out
 
 
@@ -214,8 +217,8 @@ def _vectors(n: int, rows: int) -> int:
 def int_embed(ids: torch.Tensor, weight: IntWeight, dtype: torch.dtype) -> torch.Tensor:
     """Rows `ids` [T] int64 of the weight, [T, K] in `dtype`."""
     out = empty((len(ids), weight.k), dtype)
-    sizes = weight.k, weight.groups, weight.data.stride(0)
-    _EMBED.launch((weight.format.name, DTYPES[dtype]), len(ids), ids, weight.data, out, *sizes)
+    variant, stride = (weight.format.name, DTYPES[dtype]), weight.data.stride(0)
+    _EMBED.launch(variant, len(ids), ids, weight.data, out, weight.k, weight.groups, stride)
     return out
 
 

@@ -73,14 +73,14 @@ def scratch(num_bytes: int) -> torch.Tensor:
 
 def run_now(launch: Launch) -> None:
     """Run a launch, and wait for its end. A profile shows it by its name."""
-    own, work = team(), (launch.function, launch.programs, launch.pack, launch.values)
+    own = team()
     if not CHECKED:
         with profiled(launch.name):
-            own.run_one(*work)
+            own.run_one(launch.function, launch.programs, launch.pack, launch.values)
         return
     with profiled(launch.name), table_lock, own.lock:
         allow(launch.arguments, own.arguments)
-        own.run_one(*work)
+        own.run_one(launch.function, launch.programs, launch.pack, launch.values)
         complain(launch.name)
 
 

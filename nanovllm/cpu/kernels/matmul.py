@@ -261,8 +261,12 @@ def matmul(
     memory = scratch(6 * _COLUMNS * 4)
     other = 0 if residual is None else residual.stride(0)
     programs = blocks * -(-rows // _CHUNK)
-    tensors = y, packed, bias, residual, out, memory
-    _KERNEL.launch(variant, programs, *tensors, rows, n, k, y.stride(0), other, blocks, team().size)
+    _KERNEL.launch(
+        variant,
+        programs,
+        *(y, packed, bias, residual, out, memory),
+        *(rows, n, k, y.stride(0), other, blocks, team().size),
+    )
     return out
 
 

@@ -75,10 +75,10 @@ def add_rms_norm(
     out = empty((rows, n), x.dtype)
     total = x if residual is None else empty((rows, n), x.dtype)
     other = x if residual is None else residual
-    strides = x.stride(0), other.stride(0)
     variant = DTYPES[x.dtype], DTYPES[weight.dtype]
     summed = None if residual is None else total
-    _KERNEL.launch(variant, rows, x, residual, weight, out, summed, n, *strides, eps)
+    stride, other_stride = x.stride(0), other.stride(0)
+    _KERNEL.launch(variant, rows, x, residual, weight, out, summed, n, stride, other_stride, eps)
     return out, total
 
 

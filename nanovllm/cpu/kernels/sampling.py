@@ -224,13 +224,16 @@ def sample(
     stats = empty((rows, 2, blocks), torch.float32)
     maxima = empty((rows, segments, 16), torch.float32)
     room = max(vocab, 16) + 32
-    lists = [scratch(4 * room) for _ in range(3)]  # values, ids, weights
+    values, ids, weights = (scratch(4 * room) for _ in range(3))
     variant, stride = (DTYPES[logits.dtype],), logits.stride(0)
     programs = rows * -(-blocks // _BLOCKS)
     _BLOCKS_KERNEL.launch(
         variant, programs, logits, temperature, stats, maxima, stride, vocab, blocks, segments
     )
-    columns = temperature, seeds, positions, filters.top_k, filters.top_p, filters.min_p
-    sizes = stride, vocab, blocks, segments, room
-    _PICK_KERNEL.launch(variant, rows, logits, *columns, stats, maxima, *lists, out, *sizes)
+    _PICK_KERNEL.launch(
+        variant,
+        rows,
+        *(logits, temperature, seeds, positions, filters.top_k, filters.top_p, filters.min_p),
+        *(stats, maxima, values, ids, weights, out, stride, vocab, blocks, segments, room),
+    )
     return out

@@ -5,15 +5,17 @@ The scales are of rows, of the whole weight or of blocks of 128 x 128. Opens no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
 import torch
 from torch import nn
 
+from nanovllm.errors import ModelLoadError
 from nanovllm.formats.fp8.kernels.matmul import Fp8Weight
-from nanovllm.formats.fp8.kernels.values import FP8, FP8_MAX, GROUP
+from nanovllm.formats.fp8.kernels.values import FP8, GROUP
+from nanovllm.kernels.fp8 import FP8_MAX
 from nanovllm.kernels.kinds import Kinds, unknown
 from nanovllm.quantization.base import (
     FLOATS,
@@ -295,3 +297,18 @@ class Fp8Method(WeightMethod):
     def finish_loading(self) -> None:
         for part in self.parts.values():
             part.finish()
+
+
+def rows_in_blocks(name: str, shape: Sequence[int], rows: Mapping[str, int]) -> Mapping[str, int]:
+    """See `QuantConfig.packed_rows`: scales of blocks have a row for each GROUP rows of the weight."""
+    total = sum(rows.values())
+    if "scale" not in name.rpartition(".")[2] or len(shape) < 2 or not shape[0] == -(-total // GROUP) < total:
+        return rows
+    if uneven := [part for part, count in rows.items() if count % GROUP]:
+        module = name.split(".")[-2]
+        raise ModelLoadError(
+            f"{name} has scales of blocks of {GROUP} rows, and {', '.join(uneven)}, which "
+            f"{module} holds, {'has' if len(uneven) == 1 else 'have'} no whole blocks: "
+            f"{rows}; use a checkpoint with scales of rows or of tensors"
+        )
+    return {part: count // GROUP for part, count in rows.items()}

@@ -7,7 +7,7 @@ dequantised to the model's dtype as it is loaded. Opens no file and knows no mod
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nanovllm.formats.fp8.experts import Fp8ExpertsMethod
+from nanovllm.formats.fp8.kernels.fused import add_rms_norm_fp8, silu_and_mul_fp8
 from nanovllm.formats.fp8.kernels.gemv import fp8_gemv, use_fp8_gemv
 from nanovllm.formats.fp8.kernels.matmul import Fp8Weight, fp8_linear, use_scaled_mm
 from nanovllm.formats.fp8.kernels.values import GROUP, Fp8Rows, quantise_rows
@@ -25,6 +26,7 @@ from nanovllm.formats.fp8.loading import (
     Stored,
     is_aligned,
     make_weight,
+    rows_in_blocks,
     splits_blocks,
 )
 from nanovllm.kernels.activation import Activation
@@ -36,6 +38,27 @@ from nanovllm.quantization.unquantized import QuantConfig, dense_method
 
 _LEAST_CAPABILITY = (8, 9)  # of GPUs that multiply FP8 values
 _MULTIPLE = 16  # of the inputs of a product in FP8
+
+
+def normed_rows(x: Normed, group: int | None) -> Fp8Rows:
+    """The normalised rows in FP8, with one scale for each `group` columns; None: for each row. Computed once
+    for all products of x."""
+    rows = x.kept
+    if not isinstance(rows, Fp8Rows) or rows.group != group:
+        if x.is_computed:
+            rows = quantise_rows(x.tensor(), group)
+        else:
+            assert x.weight is not None
+            rows, x.total = add_rms_norm_fp8(x.x, x.residual, x.weight, x.eps, group)
+        x.kept = rows
+    return rows
+
+
+def gated_rows(x: Gated, group: int | None) -> Fp8Rows:
+    """The same of an activation."""
+    if x.activation is Activation.SILU:
+        return silu_and_mul_fp8(x.product, group)
+    return quantise_rows(x.tensor(), group)
 
 
 class Fp8LinearMethod(Fp8Method, LinearMethod):
@@ -100,7 +123,7 @@ class Fp8LinearMethod(Fp8Method, LinearMethod):
             return self.dense.apply_to_normed(x, bias, activation)
         rows = x.tensor() if x.is_computed else x.x
         if not self._few_rows(rows) or activation not in (None, Activation.SILU):
-            out = self._multiply(x.quantised(self.stored.group), bias)
+            out = self._multiply(normed_rows(x, self.stored.group), bias)
             return out if activation is None else Gated(out, activation)
         silu = activation is not None
         if x.is_computed:
@@ -125,7 +148,7 @@ class Fp8LinearMethod(Fp8Method, LinearMethod):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.dense is not None:
             return super().apply_to_gated(x, residual, bias)
-        return self._add(x.quantised(self.stored.group), residual, bias)
+        return self._add(gated_rows(x, self.stored.group), residual, bias)
 
     def _few_rows(self, x: torch.Tensor) -> bool:
         return not self.options.deterministic and use_fp8_gemv(x)
@@ -200,6 +223,9 @@ class Fp8Config(QuantConfig):
 
     def on(self, capability: tuple[int, int]) -> Fp8Config:
         return replace(self, products=multiplies_fp8(capability))
+
+    def packed_rows(self, name: str, shape: Sequence[int], rows: Mapping[str, int]) -> Mapping[str, int]:
+        return rows_in_blocks(name, shape, rows)
 
     @property
     def itemsize(self) -> float | None:

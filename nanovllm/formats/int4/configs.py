@@ -6,7 +6,7 @@ One function for each `quant_method`, which refuses what `int4_formats` cannot r
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,26 +85,26 @@ class Int4Config(QuantConfig):
 def from_awq(stated: Mapping[str, Any]) -> QuantConfig:
     """quant_method "awq", as AutoAWQ writes it. ValueError for what is not supported."""
     stated = _renamed(stated, {"w_bit": "bits", "q_group_size": "group_size"})
-    _one_of(stated, "bits", 4)
-    _one_of(stated, "version", "gemm", default="gemm")
-    group = _one_of(stated, "group_size", *_GROUPS, default=128)
-    zero_point = _one_of(stated, "zero_point", True, False, default=True)
+    _one_of(stated, "bits", (4,))
+    _one_of(stated, "version", ("gemm",), default="gemm")
+    group = _one_of(stated, "group_size", _GROUPS, default=128)
+    zero_point = _one_of(stated, "zero_point", (True, False), default=True)
     skipped = _strings(stated, "modules_to_not_convert")
     return Int4Config(awq(group, zero_point), _ROUTERS + tuple(map(re.escape, skipped)))
 
 
 def from_gptq(stated: Mapping[str, Any]) -> QuantConfig:
     """quant_method "gptq", as AutoGPTQ and GPTQModel write it. ValueError for what is not supported."""
-    _one_of(stated, "bits", 4)
-    group = _one_of(stated, "group_size", *_GROUPS, default=128)
-    sorts = _one_of(stated, "desc_act", False, True, default=False)
-    _one_of(stated, "sym", True, False, default=True)
+    _one_of(stated, "bits", (4,))
+    group = _one_of(stated, "group_size", _GROUPS, default=128)
+    sorts = _one_of(stated, "desc_act", (False, True), default=False)
+    _one_of(stated, "sym", (True, False), default=True)
     key = "format" if stated.get("checkpoint_format") is None else "checkpoint_format"
-    written = _one_of(stated, key, "gptq", "gptq_v2", default="gptq")
-    _one_of(stated, "pack_dtype", "int32", default="int32")
-    _one_of(stated, "is_marlin_format", False, default=False)
+    written = _one_of(stated, key, ("gptq", "gptq_v2"), default="gptq")
+    _one_of(stated, "pack_dtype", ("int32",), default="int32")
+    _one_of(stated, "is_marlin_format", (False,), default=False)
     skipped = _ROUTERS + _without(stated.get("dynamic") or {})
-    head = _one_of(stated, "lm_head", False, True, default=False)
+    head = _one_of(stated, "lm_head", (False, True), default=False)
     return Int4Config(gptq(group, sorts, {"gptq": 1, "gptq_v2": 2}[written]), skipped, _modules(stated), head)
 
 
@@ -159,18 +159,20 @@ def pack_quantized_config(where: str, weights: Mapping[str, Any], inputs: Mappin
     if not isinstance(weights, dict) or inputs:
         wrong = f"input_activations {inputs!r}" if inputs else f"weights {weights!r}"
         raise ValueError(f"{where}: {wrong} is not supported with 4 bits; supported: weights of 4 bits only")
-    _one_of(weights, "num_bits", 4, where=where)
-    _one_of(weights, "type", "int", default="int", where=where)
-    _one_of(weights, "dynamic", False, default=False, where=where)
-    strategy = _one_of(weights, "strategy", "group", "channel", where=where)
-    group = _one_of(weights, "group_size", *_GROUPS, where=where) if strategy == "group" else -1
-    symmetric = _one_of(weights, "symmetric", True, False, default=True, where=where)
+    _one_of(weights, "num_bits", (4,), where=where)
+    _one_of(weights, "type", ("int",), default="int", where=where)
+    _one_of(weights, "dynamic", (False,), default=False, where=where)
+    strategy = _one_of(weights, "strategy", ("group", "channel"), where=where)
+    group = _one_of(weights, "group_size", _GROUPS, where=where) if strategy == "group" else -1
+    symmetric = _one_of(weights, "symmetric", (True, False), default=True, where=where)
     orders = ("weight", "static", "group", "dynamic", False)
-    order = _one_of(weights, "actorder", *orders, default=False, where=where)
+    order = _one_of(weights, "actorder", orders, default=False, where=where)
     return Int4Config(pack_quantized(group, not symmetric, order in ("group", "dynamic")))
 
 
-def _one_of(stated: Mapping[str, Any], key: str, *values: Any, default: Any = None, where: str = _KEY) -> Any:
+def _one_of(
+    stated: Mapping[str, Any], key: str, values: Sequence[Any], default: Any = None, where: str = _KEY
+) -> Any:
     """The value of a key, which must be one of `values`; null or missing means `default`."""
     value = default if stated.get(key) is None else stated[key]
     if isinstance(value, str):

@@ -52,13 +52,13 @@ class PackedExpertsMethod(ExpertsMethod):
     def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         if self.dense is not None:
             return self.dense.apply(x, routing, mlp)
-        rows, weights = x.tensor(), (self.gate_up, self.down)
+        rows, gate_up, down = x.tensor(), self.gate_up, self.down
         if not (use_triton(rows) or (self.deterministic and INTERPRET)):
-            return experts_reference(rows, *weights, routing.chosen(), mlp)
+            return experts_reference(rows, gate_up, down, routing.chosen(), mlp)
         if not self.deterministic and use_expert_gemv(rows) and mlp.is_plain:
-            return int4_expert_gemv(rows, *weights, routing.chosen())
+            return int4_expert_gemv(rows, gate_up, down, routing.chosen())
         choice = choose_int4_experts(routing.num_pairs, len(self.down), rows.device)
-        return experts_triton(rows, *weights, routing.tiles(choice.rows), choice, mlp)
+        return experts_triton(rows, gate_up, down, routing.tiles(choice.rows), choice, mlp)
 
 
 class Int4ExpertsMethod(Int4Method, PackedExpertsMethod):

@@ -174,7 +174,8 @@ def expert_gemv_triton(
     block_n = max(1, choice.down // block_k)
     _down_kernel[(-(-hidden // block_n), num_rows)](
         inner,
-        *chosen,
+        chosen.ids,
+        chosen.weights,
         down,
         mlp.down_bias,
         out,

@@ -100,7 +100,8 @@ def route_triton(
     _routing_kernel[(programs,)](
         logits,
         slots,
-        *chosen,
+        chosen.ids,
+        chosen.weights,
         counts,
         num_rows,
         NORMALISED=normalised,

@@ -14,6 +14,7 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM
 from nanovllm.cpu import isa
 from nanovllm.kernels.compat import INTERPRET
+from nanovllm.runner.cuda_graph import Rehearsal
 
 
 @pytest.mark.parametrize("name", op_gate.CPU)
@@ -81,7 +82,7 @@ def test_a_rehearsal_runs_few_layers_and_every_operation(
     options = {"max_model_len": 64, "enable_prefix_caching": False, "skip_tokenizer_init": True}
     with isa.compiling_for("torch"), LLM(folder, device="cpu", **options) as llm:
         model, found = inside.model(llm), []
-        for rehearsing in (nullcontext, model.rehearsing, nullcontext):
+        for rehearsing in (nullcontext, Rehearsal(model.model), nullcontext):
             recorder = op_gate.Recorder()
             with rehearsing():
                 num_layers = len(model.model.layers)

@@ -139,14 +139,14 @@ def test_experts_that_are_not_converted(floats: Path, rounded: Path, tmp_path: P
 
 @pytest.mark.parametrize("part", [slice(0, 3), slice(2, 7)])
 def test_a_file_is_read_in_parts(floats: Path, part: slice) -> None:
-    spec = load_model_config(floats).moe
-    assert spec is not None
+    config = load_model_config(floats)
+    rows = config.quant.packed_rows
     name = "model.layers.0.mlp.experts.gate_up_proj"
     whole = load_file(floats / "model.safetensors")
     with safe_open(floats / "model.safetensors", framework="pt") as opened:
         for key in (name, f"{name}_bias", name.replace("gate_up", "down")):
-            wanted = dict(spec.checkpoint_tensors(key, whole[key]))
-            found = dict(spec.checkpoint_tensors(key, opened.get_slice(key)))
+            wanted = dict(config.names.tensors(key, whole[key], rows))
+            found = dict(config.names.tensors(key, opened.get_slice(key), rows))
             assert wanted.keys() == found.keys()
             for each, tensor in wanted.items():
                 assert found[each].get_shape() == list(tensor.shape)

@@ -33,7 +33,7 @@ from tools.write_int4 import write_int4
 def test_all_names_of_a_module() -> None:
     packed = {"qkv_proj": {"q_proj": 8, "k_proj": 4, "v_proj": 4}}
     prefixes = {"model.language_model.": "model.", "language_model.": "", "vision_tower.": None}
-    names = FileNames.of_model(packed, prefixes, "w2")
+    names = FileNames(packed, prefixes, "w2")
     assert names.of("model.layers.0.self_attn.k_proj") == (
         "model.layers.0.self_attn.qkv_proj",
         "model.language_model.layers.0.self_attn.qkv_proj",

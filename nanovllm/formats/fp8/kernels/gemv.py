@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 
 from nanovllm.formats.fp8.kernels.matmul import Fp8Weight, fp8_linear_reference
-from nanovllm.formats.fp8.kernels.values import fp8_rounded, fp8_scale, quantise_rows_reference
+from nanovllm.formats.fp8.kernels.values import quantise_rows_reference
 from nanovllm.kernels.activation import gated, silu_and_mul_reference
 from nanovllm.kernels.compat import await_inputs, by_device, jit, next_power_of_2, pdl_options, tl, use_triton
+from nanovllm.kernels.fp8 import fp8_rounded, fp8_scale
 from nanovllm.kernels.rms_norm import normalised, rms_norm_reference
 
 _BLOCK_K = 4096  # as in `kernels/gemv.py`

@@ -286,9 +286,14 @@ def fp8_linear_reference(
 
 def _scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """`fp8_linear` to bfloat16 with the CUTLASS kernel in torch."""
-    scales = x.scales[:, None], weight.scales[None, :]
     out: torch.Tensor = torch._scaled_mm(
-        x.codes, weight.codes.T, *scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
+        x.codes,
+        weight.codes.T,
+        x.scales[:, None],
+        weight.scales[None, :],
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
     )
     return out
 

@@ -1,7 +1,8 @@
 """Rows in FP8 (E4M3) with float32 scales: the format of activations in FP8 products. Owns no weight.
 
 A row has one scale, or one for each 128 columns; it depends on this row alone. The kernels that write
-activations quantise them too, with `store_fp8`; `quantise_rows` is for those that have other writers.
+activations quantise them too, with `store_fp8` (`fused.py`); `quantise_rows` is for those that have other
+writers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.compat import (
-    INTERPRETED,
     await_inputs,
     by_device,
     jit,
@@ -21,11 +21,10 @@ from nanovllm.kernels.compat import (
     row_warps,
     tl,
 )
+from nanovllm.kernels.fp8 import FP8_MAX, LEAST, store_fp8
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
 GROUP = 128  # columns that share a scale, and rows of a weight, in checkpoints quantised in blocks
-_LEAST = 1e-30  # the least maximum of a scale, so that its inverse is finite
 
 
 def group_of(scales: torch.Tensor, rows: int) -> int | None:
@@ -78,53 +77,6 @@ def padded_row(n: int, group: int | None) -> int:
     return max(next_power_of_2(n), group or 1)
 
 
-@jit()
-def fp8_scale(top: tl.tensor, LEAST: tl.constexpr = _LEAST, MAX: tl.constexpr = FP8_MAX) -> tl.tensor:
-    """The scale of values up to `top`, and the factor that makes codes of them."""
-    top = tl.maximum(top, LEAST)
-    return tl.div_rn(top, tl.full(top.shape, MAX, tl.float32)), tl.div_rn(
-        tl.full(top.shape, MAX, tl.float32), top
-    )
-
-
-@jit()
-def fp8_rounded(x: tl.tensor, MAX: tl.constexpr = FP8_MAX) -> tl.tensor:
-    """Codes of float32 values; NaN stays NaN."""
-    x = tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
-    if INTERPRETED:  # its cast rounds wrongly, so round here: to 3 bits of mantissa, 2**-9 at least
-        exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
-        shift = (exponent + (20 << 23)).to(tl.float32, bitcast=True) * 1.5
-        x = (x + shift) - shift
-    return x.to(tl.float8e4nv)
-
-
-@jit()
-def store_fp8(
-    x: tl.tensor,
-    codes_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    row: tl.tensor,
-    num_rows: tl.tensor,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-) -> None:
-    """Quantise and store a row x [padded N] float32, 0 past N. GROUP None: one scale."""
-    PADDED: tl.constexpr = x.shape[0]
-    columns = tl.arange(0, PADDED)
-    if GROUP is None:
-        scale, inverse = fp8_scale(tl.max(tl.abs(x), axis=0))
-        tl.store(scales_ptr + row, scale)
-        codes = fp8_rounded(x * inverse)
-    else:
-        tiles = tl.reshape(x, (PADDED // GROUP, GROUP))
-        scale, inverse = fp8_scale(tl.max(tl.abs(tiles), axis=1))
-        index = tl.arange(0, PADDED // GROUP)
-        scale_ptrs = scales_ptr + index.to(tl.int64) * num_rows + row
-        tl.store(scale_ptrs, scale, mask=index < (N + GROUP - 1) // GROUP)
-        codes = tl.reshape(fp8_rounded(tiles * inverse[:, None]), (PADDED,))
-    tl.store(codes_ptr + row * N + columns, codes, mask=columns < N)
-
-
 @jit("num_rows")
 def _quantise_kernel(
     x_ptr: tl.tensor,
@@ -175,7 +127,7 @@ def quantise_rows_reference(x: torch.Tensor, group: int | None = None) -> Fp8Row
     """`quantise_rows` in plain torch."""
     wide, n = x.float(), x.shape[1]
     tiles = wide[:, None] if group is None else F.pad(wide, (0, -n % group)).unflatten(1, (-1, group))
-    top = tiles.abs().amax(2).clamp(min=_LEAST) if n else wide.new_full((len(x), 1), _LEAST)
+    top = tiles.abs().amax(2).clamp(min=LEAST) if n else wide.new_full((len(x), 1), LEAST)
     most = torch.full_like(top, FP8_MAX)  # divided by a number, torch rounds twice
     codes = (tiles * (most / top)[:, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     scales = top / most

@@ -31,8 +31,9 @@ def choose_int4_experts(num_pairs: int, num_experts: int, device: torch.device) 
     """As `choose_experts`, for weights of 4 bits."""
     for most, (rows, gate_up, down) in _INT4_CHOICES:
         if num_pairs <= most * num_experts:
-            tiles = fitted_int4(gate_up, rows, True, device), fitted_int4(down, rows, False, device)
-            return ExpertChoice(rows, *tiles)
+            return ExpertChoice(
+                rows, fitted_int4(gate_up, rows, True, device), fitted_int4(down, rows, False, device)
+            )
     return choose_experts(num_pairs, num_experts, torch.bfloat16, device)
 
 
@@ -214,7 +215,8 @@ def int4_expert_gemv_triton(
     )
     _down_kernel[(-(-hidden // choice.down), num_rows)](
         inner,
-        *chosen,
+        chosen.ids,
+        chosen.weights,
         down.words,
         down.scales,
         out,
