@@ -105,7 +105,7 @@ def make_sum() -> Callable[[int, int], int]:
 def test_a_callers_own_functions_of_numba_run_after_a_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They share functions that numba compiles for both; the parts of a kernel have no machine code of their own."""
+    """numba compiles some functions once for both; parts of a kernel have no machine code of their own."""
     numba = pytest.importorskip("numba")
     monkeypatch.setenv("NANOVLLM_CACHE_DIR", str(tmp_path))
 
