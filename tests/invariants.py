@@ -49,8 +49,10 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
     counts, slabs = np.zeros(len(state.ref_counts), np.int64), np.arange(manager.num_blocks)
     counts[list(owners)] = list(owners.values())
     assert np.array_equal(state.ref_counts, counts), "reference counts drifted"
-    used, windowed = (np.isin(slabs, [b % len(slabs) for b in owners if b >= least]) for least in (0, first))
-    plain = np.isin(slabs, [block % len(slabs) for block in owners if block < first])
+    windowed, plain = np.zeros(len(slabs), bool), np.zeros(len(slabs), bool)
+    windowed[[block % len(slabs) for block in owners if block >= first]] = True
+    plain[[block % len(slabs) for block in owners if block < first]] = True
+    used = windowed | plain
     assert sorted(state.free) == slabs[~used].tolist(), "free list drifted"
     assert not (windowed & plain).any(), "two kinds"
     parts = np.flatnonzero((counts[:first] == 0) & (used & ~windowed)[np.arange(first) % len(slabs)])
@@ -80,14 +82,16 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
         assert state.content[block].chain == chain and block >= first
         assert not (used & ~windowed)[block % len(slabs)], f"block {block} is cached, and overwritten"
     assert len(cached) == num_found + len(state.windowed), "a cached block cannot be found"
+    shared = {block for block, count in owners.items() if count > 1}
     for seq, table in tables:
         assert len({block for _, block in table}) == len(table), f"{seq} owns a block twice"
         for index, block in table:
             content = state.content[block]
             if content is not None and content.tokens:  # what others find there is what this sequence stored
-                stored, start = np.frombuffer(content.tokens, np.int32).tolist(), index * manager.block_size
-                own = seq.token_ids[start : start + len(stored)].tolist()
-                assert stored == own, f"{seq}: block {block} is stale"
-                assert start + len(stored) <= seq.num_computed_tokens, f"{seq}: {block} is not computed"
-            if owners[block] > 1:
+                start = index * manager.block_size
+                end = start + len(content.tokens) // 4
+                own = np.asarray(seq.token_ids[start:end], np.int32).tobytes()
+                assert content.tokens == own, f"{seq}: block {block} is stale"
+                assert end <= seq.num_computed_tokens, f"{seq}: {block} is not computed"
+            if block in shared:
                 assert index < seq.num_hashed_blocks, f"{seq} may write block {block}, which others share"
