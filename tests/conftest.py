@@ -13,7 +13,7 @@ import shutil
 import signal
 
 import pytest
-from full_cells import left_to_full
+from full_cells import draw_fewer_examples, left_to_full
 from triton_interpreter import speed_up
 
 HAS_GPU = shutil.which("nvidia-smi") is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
@@ -65,6 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     whole = not any("::" in each for each in config.args) and not config.getoption("lf", default=False)
     for item in left_to_full(items, whole):
         item.add_marker("full")
+    if "full" not in config.option.markexpr:
+        draw_fewer_examples(items)
     for item in items:
         if item.get_closest_marker("full") and "full" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="a cell of the whole matrix; -m full runs it"))

@@ -2,7 +2,8 @@
 
 Of a matrix of several parameters a run has cells that together show each value once (`_cover`). `STAY` names
 tests that take seconds a cell, and the ids of the cells that stay; of a test without ids nothing stays. The
-engine, ranks and kernels keep a cell for each path.
+engine, ranks and kernels keep a cell for each path. Of hypothesis' examples a run draws a fifth, each time
+others.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+import hypothesis
 import pytest
 
+SHARE_OF_EXAMPLES = 5
+SETTINGS = "_hypothesis_internal_use_settings"  # where hypothesis keeps those of a test
 STAY: dict[str, dict[str, list[str]]] = {  # by file below tests/ and name
     "cpu/engine/test_deltas.py": {
         "test_joined_deltas_equal_the_whole_output": ["byte_level-in_step", "metaspace-ahead", "llama-tight"],
@@ -64,7 +68,19 @@ STAY: dict[str, dict[str, list[str]]] = {  # by file below tests/ and name
         ],
         "test_decode_batches": ["1", "3", "17"],
         "test_decode_around_chunk_boundaries": ["[512, 513, 1]"],
+        "test_extremes_with_filters": [
+            "(20, 0.95, 0.0)",
+            "(0, 1.0, 0.05)",
+            "(5, 0.5, 0.02)",
+            "(0, 1e-30, 0.0)",
+            "(2147483647, 1.0, 0.0)",
+            "(0, 1.0, 0.0)",
+        ],
         "test_filters": ["2-torch.float32", "300-torch.bfloat16"],
+        "test_filters_keep_all_that_they_should": ["3-4000", "2100-400"],
+    },
+    "cpu/kernels/test_sampling_parameters.py": {
+        "test_beside_all_others": ["ahead", "few_slots", "tight_in_step", "uncached", "two_ranks"],
     },
     "cpu/kernels/test_windows.py": {
         "test_decode": ["1-None-False", "13-None-True", "70-2.0-False", "130-30.0-True"],
@@ -84,12 +100,23 @@ STAY: dict[str, dict[str, list[str]]] = {  # by file below tests/ and name
     "cpu/models/test_fp8_experts.py": {
         "test_kernels_of_experts": ["3-128", "20-None"],
     },
+    "cpu/models/test_freed_windows.py": {
+        "test_an_fp8_cache": ["gemma3", "gemma4-small", "phi3", "gpt_oss", "mistral-window"],
+    },
     "cpu/models/test_gguf_tokenizer.py": {
         "test_sentencepiece": ["mistral_instruct_tokenizer_240323.model.v3"],
     },
     "cpu/models/test_gpt_oss.py": {
         "test_ranks_load_the_same": ["1"],
         "test_the_state_dict_of_transformers_updates": ["1"],
+    },
+    "cpu/models/test_int4_experts.py": {
+        "test_kernels": [
+            "1-sizes0-groups0-dtype0",
+            "2-sizes2-groups2-dtype2",
+            "5-sizes4-groups4-dtype4",
+            "40-sizes6-groups6-dtype6",
+        ],
     },
     "cpu/models/test_moe.py": {
         "test_the_state_dict_of_transformers_updates": ["qwen3_moe-1", "qwen2_moe-1", "mixtral-1"],
@@ -108,10 +135,8 @@ STAY: dict[str, dict[str, list[str]]] = {  # by file below tests/ and name
     "cpu/parallel/test_lifecycle.py": {
         "test_a_forked_process_leaves_the_engine_alone": ["1"],
         "test_a_process_may_end_without_close": [
-            "after_generate-2",
             "an_exception_between_steps-2",
             "in_a_thread-2",
-            "between_steps-1",
             "forked-1",
             "in_a_cycle-1",
         ],
@@ -127,6 +152,7 @@ STAY: dict[str, dict[str, list[str]]] = {  # by file below tests/ and name
     },
     "cpu/parallel/test_tensor_parallel.py": {
         "test_a_worker_that_raises_at_any_call_of_the_start": ["warmup_model"],
+        "test_a_large_step_is_computed_in_halves": ["2"],
         "test_engines_at_once_and_in_turn": [],
         "test_every_schedule_gives_transformers_tokens": [
             "ample",
@@ -202,3 +228,13 @@ def left_to_full(items: Iterable[pytest.Item], whole: bool) -> list[pytest.Item]
             raise pytest.UsageError(f"tests/full_cells.py: {file}::{name} has no cell {sorted(unknown)}")
         left += [cell for cell in cells if ids[cell] not in stay]
     return left
+
+
+def draw_fewer_examples(items: Iterable[pytest.Item]) -> None:
+    """Let the collected tests draw a part of the examples that their settings name; `-m full` draws all."""
+    functions = {getattr(item, "function", None) for item in items}
+    for function in functions:
+        settings = getattr(function, SETTINGS, None)
+        if settings is not None:
+            count = -(-settings.max_examples // SHARE_OF_EXAMPLES)
+            setattr(function, SETTINGS, hypothesis.settings(settings, max_examples=count))

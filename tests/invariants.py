@@ -49,7 +49,9 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
     counts, slabs = np.zeros(len(state.ref_counts), np.int64), np.arange(manager.num_blocks)
     counts[list(owners)] = list(owners.values())
     assert np.array_equal(state.ref_counts, counts), "reference counts drifted"
-    used = [np.isin(slabs, np.flatnonzero(counts[a:b]) % len(slabs)) for a, b in pairwise(offsets)]
+    used = np.zeros((len(offsets) - 1, len(slabs)), bool)  # by group
+    for block in owners:
+        used[manager.pool.group_of(block), block % len(slabs)] = True
     assert sorted(state.free) == slabs[~np.any(used, 0)].tolist(), "free list drifted"
     assert np.sum(used, 0).max(initial=0) <= 1, "blocks of two groups in a slab"
     for (a, b), mine, free in zip(pairwise(offsets), used, state.free_parts, strict=True):
@@ -83,6 +85,7 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
             others = [each for number, each in enumerate(used) if number != group]
             assert not any(each[block % len(slabs)] for each in others), f"{twin} is cached, and overwritten"
     assert len(cached) == num_found + sum(map(len, state.twins)), "a cached block cannot be found"
+    shared = {block for block, count in owners.items() if count > 1}
     for seq, table in tables:
         assert len({block for _, block in table}) == len(table), f"{seq} owns a block twice"
         for index, block in table:
@@ -94,5 +97,5 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
                 own = seq.token_ids[start : start + len(stored)].tolist()
                 assert stored == own, f"{seq}: block {block} is stale"
                 assert start + len(stored) <= seq.num_computed_tokens, f"{seq}: {block} is not computed"
-            if owners[block] > 1:
+            if block in shared:
                 assert index < seq.num_hashed_blocks, f"{seq} may write block {block}, which others share"

@@ -26,7 +26,7 @@ from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOut
 from nanovllm.sampling_params import SamplingParams
 
 KINDS = ("jsonl", "csv", "tsv", "parquet", "json", "openai")
-LIMIT = 20  # seconds for a file
+LIMIT = 60  # seconds for a file
 MEMORY = 2**20  # KiB that a file may add to the largest size of this process
 KEYS = ("id", "prompt", "messages", "sampling_params", "custom_id", "url", "body", "method", "x")
 CHAT = [{"role": "user", "content": "Hi"}]

@@ -21,7 +21,7 @@ from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError, attempt
 
 KINDS = ("config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors")
-LIMIT = 5  # seconds for a folder to load or to be refused
+LIMIT = 60  # seconds for a folder to load or to be refused
 NESTED: Any = json.loads("[" * 90 + "]" * 90)
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 7, 10**7, 2 * 10**7, 2**31, 10**12, 10**18, 10**400, -(10**9)),

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from full_cells import STAY, left_to_full
+from full_cells import SHARE_OF_EXAMPLES, STAY, draw_fewer_examples, left_to_full
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 TESTS = Path(__file__).parent
 
@@ -64,3 +66,19 @@ def test_an_id_that_no_cell_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(pytest.UsageError, match=r"a.py::test_b has no cell \['1'\]"):
         left_to_full(cells([1]), whole=True)
     assert left_to_full(cells([1]), whole=False) == []
+
+
+def test_hypothesis_draws_fewer_examples() -> None:
+    drawn = []
+
+    @settings(max_examples=20 * SHARE_OF_EXAMPLES, database=None)
+    @given(number=st.integers())
+    def draws(number: int) -> None:
+        drawn.append(number)
+
+    def plain() -> None:
+        """It has no settings."""
+
+    draw_fewer_examples([cast(pytest.Item, SimpleNamespace(function=each)) for each in (draws, plain, draws)])
+    draws()
+    assert len(drawn) == 20

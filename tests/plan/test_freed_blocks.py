@@ -62,7 +62,7 @@ def test_more_sequences_fit(parts: int | None, more: float) -> None:
     for windows in (None, Windows(16, parts)):
         slabs = 64 if windows else int(64 / (1 + 1 / (parts or 1e9)))
         loop = make_loop(slabs, 8, 64, 16, 400, windows=windows, caching=False)
-        for index in range(64):
+        for index in range(32):
             params = SamplingParams(max_tokens=100, ignore_eos=True)
             loop.scheduler.add(make_sequence(index, [index % 40 + 1] * 100, params))
         while not loop.scheduler.is_finished():

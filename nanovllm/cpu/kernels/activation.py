@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel, empty
+from nanovllm.cpu.kernels.native import jit
 from nanovllm.kernels.kinds import Kinds
 
 _PIECE = 1024  # columns of a program
@@ -16,7 +17,6 @@ _ROOT, _CUBIC = 0.7978845608028654, 0.044715
 
 
 def _make(dtype: str, kind: str) -> Callable[..., None]:
-    from numba import njit
     from numpy import float32
 
     from nanovllm.cpu.kernels import vector_math as m
@@ -44,7 +44,7 @@ def _make(dtype: str, kind: str) -> Callable[..., None]:
         return mul(div(gate, add(splat(one), exp(mul(gate, splat(-alpha))))), up)
 
     functions = {"": silu, "erf": gelu, "tanh": gelu_tanh, "clamped": clamped}
-    gated = njit(nogil=True, error_model="numpy")(Kinds("activation", functions)[kind])
+    gated = jit(Kinds("activation", functions)[kind])
 
     def silu_and_mul(
         x: Address, out: Address, x_stride: int, n: int, pieces: int, program: int, thread: int

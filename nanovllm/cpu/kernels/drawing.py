@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from nanovllm.cpu.kernels.native import jit
+
 SEGMENT = 256  # vocabulary entries, as in kernels/filters.py: drawn tokens depend on it
 _LEAST = -3.4028234663852886e38  # of finite float32
 _FIRST_KEY = -2139095041  # of -inf, in the order of floats
@@ -20,26 +22,24 @@ _STEP, _OFFSET = 0x9E3779B97F4A7C15 - 2**64, 0xD1B54A32D192ED03 - 2**64
 
 def make_random() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Functions that turn random numbers into choices."""
-    from numba import njit
-
     from nanovllm.cpu.kernels import vectors as v
 
     get_f32, get_i32 = v.get_f32, v.get_i32
     first, second, step, offset = _FIRST, _SECOND, _STEP, _OFFSET
     segment_size = SEGMENT
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def mix(z: Any) -> Any:
         z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * first
         z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * second
         return z ^ ((z >> 31) & ((1 << 33) - 1))
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def random_word(seed: Any, position: Any, attempt: Any) -> Any:
         """`random_pair`: the upper 32 bits, and the lower ones."""
         return mix(mix(seed + offset) + ((attempt << 32) + position + 1) * step)
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def pick(weights: Any, count: Any, bits: Any) -> Any:
         """The index that the lower 32 bits choose among `count` weights; never one of weight 0."""
         total = 0.0
@@ -56,7 +56,7 @@ def make_random() -> tuple[Callable[..., Any], Callable[..., Any], Callable[...,
                     break
         return last
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def segment_end(ids: Any, start: Any, count: Any) -> Any:
         """The end of the listed tokens in the segment of the one at `start`."""
         segment, end = get_i32(ids + 4 * start) // segment_size, start + 1
@@ -64,7 +64,7 @@ def make_random() -> tuple[Callable[..., Any], Callable[..., Any], Callable[...,
             end += 1
         return end
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def draw_listed(ids: Any, weights: Any, count: Any, word: Any) -> Any:
         """The place of a token of the list: first draws a segment of the vocabulary, then a token of it."""
         total, start = 0.0, 0
@@ -91,7 +91,6 @@ def make_random() -> tuple[Callable[..., Any], Callable[..., Any], Callable[...,
 
 def make_lists(dtype: str) -> tuple[Callable[..., Any], ...]:
     """Functions that make and shorten lists: values, ids and weights of tokens, in the order of ids."""
-    from numba import njit
     from numpy import float32
 
     from nanovllm.cpu.kernels import vector_math as m
@@ -106,7 +105,7 @@ def make_lists(dtype: str) -> tuple[Callable[..., Any], ...]:
     float_of_bits, bits_of_float = m.float_of_bits, m.bits_of_float
     infinity, segment_size, first_key = float32(math.inf), SEGMENT, _FIRST_KEY
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def load_logits(logits: Any, start: Any, vocab: Any) -> Any:
         """16 logits from `start` on; -inf past the end."""
         rest = vocab - start
@@ -114,7 +113,7 @@ def make_lists(dtype: str) -> tuple[Callable[..., Any], ...]:
             return load(logits + size * start)
         return first_lanes(load_part(logits + size * start, rest), splat(-infinity), rest)
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def find_first(logits: Any, maxima: Any, segments: Any, vocab: Any, best: Any) -> Any:
         """The first token whose logit is `best`."""
         bests = splat(best)
@@ -126,7 +125,7 @@ def make_lists(dtype: str) -> tuple[Callable[..., Any], ...]:
                         return start + lowest_bit(bits)
         return 0
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def nth_largest(values: Any, vectors: Any, n: Any, best: Any) -> Any:
         """The n-th largest of the values, which fill this many vectors: bisection over the order of floats.
 
@@ -146,7 +145,7 @@ def make_lists(dtype: str) -> tuple[Callable[..., Any], ...]:
                 high = middle
         return float_of_bits(low ^ ((low >> 31) & 0x7FFFFFFF))
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def list_from(
         logits: Any, maxima: Any, segments: Any, vocab: Any, floor: Any, values: Any, ids: Any, tile: Any
     ) -> Any:
@@ -169,7 +168,7 @@ def make_lists(dtype: str) -> tuple[Callable[..., Any], ...]:
         store_f32(values + 4 * count, splat(-infinity))  # the rest of the last vector
         return count
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def keep_before(values: Any, ids: Any, weights: Any, count: Any, floor: Any, last: Any, ties: Any) -> Any:
         """Keep the tokens above `floor`, and those with this logit up to id `last`, at most `ties`
         of them; return the number of tokens."""
@@ -189,7 +188,7 @@ def make_lists(dtype: str) -> tuple[Callable[..., Any], ...]:
         store_f32(values + 4 * kept, splat(-infinity))
         return kept
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def keep_first(values: Any, ids: Any, weights: Any, count: Any, n: Any, best: Any) -> Any:
         """Keep the `n` largest, of equal ones those with the lowest ids."""
         floor, above = nth_largest(values, (count + 15) // 16, n, best), 0
@@ -197,7 +196,7 @@ def make_lists(dtype: str) -> tuple[Callable[..., Any], ...]:
             above += get_f32(values + 4 * i) > floor
         return keep_before(values, ids, weights, count, floor, get_i32(ids + 4 * (count - 1)), n - above)
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def weigh(values: Any, weights: Any, count: Any, best: Any, factor: Any) -> Any:
         """Write the weights of listed tokens."""
         for i in range((count + 15) // 16):
@@ -208,7 +207,6 @@ def make_lists(dtype: str) -> tuple[Callable[..., Any], ...]:
 
 
 def make_filtered(dtype: str) -> Callable[..., Any]:
-    from numba import njit
     from numpy import float32
 
     from nanovllm.cpu.kernels import vectors as v
@@ -219,14 +217,14 @@ def make_filtered(dtype: str) -> Callable[..., Any]:
     _, _, nth_largest, list_from, keep_before, keep_first, weigh = make_lists(dtype)
     one, nothing, least = float32(1.0), float32(0.0), float32(_LEAST)
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def total(weights: Any, count: Any) -> Any:
         whole = 0.0
         for i in range(count):
             whole += get_f32(weights + 4 * i)
         return whole
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def draw_filtered(
         token: Any, whole: Any, seed: Any, position: Any, temperature: Any, factor: Any, best: Any,
         top_k: Any, top_p: Any, min_p: Any,

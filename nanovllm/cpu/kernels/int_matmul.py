@@ -11,6 +11,7 @@ import torch
 
 from nanovllm.cpu.kernels.int_layout import GROUP, LANES, IntWeight, levels
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel, empty
+from nanovllm.cpu.kernels.native import jit
 from nanovllm.cpu.kernels.team import team
 
 _RECORD = 80  # bytes of a group of x, at most
@@ -46,8 +47,6 @@ def make_quantise(format: str, dtype: str) -> Callable[..., None]:
 
 
 def make_product(format: str, dtype: str) -> Callable[..., None]:
-    from numba import njit
-
     from nanovllm.cpu.kernels import int_vectors
     from nanovllm.cpu.kernels import vectors as v
 
@@ -55,7 +54,7 @@ def make_product(format: str, dtype: str) -> Callable[..., None]:
     one, two, four, eight = (int_vectors.tile(format, rows) for rows in (1, 2, 4, 8))
     sum_of, add, ahead_of_group = int_vectors.sum_of, v.add, int_vectors.AHEAD_OF_GROUP
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def finish(
         sums: int,
         rows: int,

@@ -9,11 +9,10 @@ import torch
 
 from nanovllm.cpu.kernels.int_layout import FACTORS, FORMATS, GROUP, IntFormat
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel
+from nanovllm.cpu.kernels.native import jit
 
 
 def _make(name: str, dtype: str) -> Callable[..., None]:
-    from numba import njit
-
     from nanovllm.cpu.kernels import vectors as v
     from nanovllm.cpu.kernels.int_vectors import MAGIC, store_codes
 
@@ -26,18 +25,18 @@ def _make(name: str, dtype: str) -> Callable[..., None]:
     bottom, top = (0.0, 15.0) if bits == 4 else (1.0, 255.0)
     start, step, count = FACTORS[0], FACTORS[1] - FACTORS[0], len(FACTORS) if bits == 4 else 1
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def codes_of(x: Any, offset: float, inverse: float) -> Any:
         magic = splat(MAGIC)
         code = sub(add(mul(sub(x, splat(offset)), splat(inverse)), magic), magic)
         return minimum(maximum(add(code, splat(middle)), splat(bottom)), splat(top))
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def squares(x: Any, code: Any, offset: float, scale: float) -> Any:
         far = sub(fma(sub(code, splat(middle)), splat(scale), splat(offset)), x)
         return mul(far, far)
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def propose(place: int, low: float, high: float, factor: float) -> None:
         """Write the scale and the minimum of a group, with 4 bits for a share of its range."""
         if bits == 8:
@@ -48,7 +47,7 @@ def _make(name: str, dtype: str) -> Callable[..., None]:
         else:
             set_f16(place, (high if high > -low else low) * factor / -8.0)
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def written(place: int) -> tuple[float, float, float]:
         """The scale of a group as it is stored, its minimum or 0, and what to multiply values by."""
         scale = get_f16(place)

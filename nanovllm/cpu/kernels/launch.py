@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nanovllm.cpu.kernels.checking import CHECKED, allow, complain, table_lock
-from nanovllm.cpu.kernels.native import address_and_note, assembly
+from nanovllm.cpu.kernels.native import address_and_note, assembly, jit
 from nanovllm.cpu.kernels.team import team
 from nanovllm.kernels.kinds import Kinds
 
@@ -121,11 +121,9 @@ def _kinds(make: Callable[..., Any], variant: tuple[object, ...]) -> str:
 
 def _entry(make: Callable[..., Any], *variant: object) -> Callable[[int, int, int], None]:
     """The function (argument block, program, thread) that reads the block and calls a kernel's program."""
-    from numba import njit
-
     from nanovllm.cpu.kernels.vectors import get_f64, get_i64
 
-    body = njit(nogil=True, error_model="numpy")(make(*variant))
+    body = jit(make(*variant))
     kinds = _kinds(make, variant)
     reads = ", ".join(f"{_READERS[kind]}(block + {8 * index})" for index, kind in enumerate(kinds))
     scope = {"body": body, "get_i64": get_i64, "get_f64": get_f64}

@@ -14,6 +14,7 @@ import torch
 
 from nanovllm.cpu import isa
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel, empty, scratch
+from nanovllm.cpu.kernels.native import jit
 from nanovllm.cpu.kernels.team import team
 from nanovllm.kernels.kinds import Kinds
 
@@ -100,8 +101,6 @@ class PackedExperts:
 
 
 def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
-    from numba import njit
-
     from nanovllm.cpu.kernels import vectors as v
     from nanovllm.cpu.kernels.tiles import groups_of, make_tile, most_rows
 
@@ -123,7 +122,7 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
             for group in range(0, 4, groups)
         ]
     exec("\n".join(lines), scope)
-    tiles = njit(nogil=True, error_model="numpy")(scope["tiles"])
+    tiles = jit(scope["tiles"])
 
     def matmul(
         x: Address,

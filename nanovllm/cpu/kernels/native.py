@@ -18,13 +18,14 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.cpu import isa
 from nanovllm.cpu.kernels.checking import CHECK_SYMBOL, CHECKED, check_code
 
 logger = logging.getLogger("nanovllm")
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 CACHE_VARIABLE = "NANOVLLM_CACHE_DIR"
 _TARGETS = {
     "avx512_bf16": "sapphirerapids",
@@ -127,20 +128,31 @@ def assembly(make: Callable[..., Any], variant: tuple[object, ...], results: str
     return str(machine.emit_assembly(module))
 
 
+def jit(function: _Function) -> _Function:
+    """A function that kernels call, and Python never does; compiled with each kernel."""
+    from numba import njit
+
+    any_njit: Any = njit  # whose types lack two of the options
+    compiled: _Function = any_njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(
+        function
+    )
+    return compiled
+
+
 def _module(
     make: Callable[..., Any], variant: tuple[object, ...], results: str, symbol: str, level: str
 ) -> tuple[str, Any, Any]:
     """The function's note, its code in LLVM's language, and a machine that makes machine code of it."""
     from llvmlite import binding
-    from numba import njit, types
+    from numba import types
 
     _say()
-    _engine()  # numba loads what it compiles, and must find the symbols
     with _numba_for(level), isa.compiling_for(level):
         function = make(*variant)
         kinds = tuple(types.int64 for _ in range(function.__code__.co_argcount))
         signature = getattr(types, results)(*kinds)
-        compiled = njit(signature, nogil=True, error_model="numpy")(function)
+        compiled: Any = jit(function)
+        compiled.compile(signature)
     (entry,) = compiled.overloads.values()
     module = binding.parse_assembly(compiled.inspect_llvm(kinds))
     for each in module.functions:
@@ -158,27 +170,48 @@ def _module(
 
 @contextmanager
 def _numba_for(level: str) -> Iterator[None]:
-    """Let numba generate code for another CPU, which it never runs: this one may lack instructions."""
-    if level == isa.level():
-        yield
-        return
+    """Let numba generate code for CPUs of `level`, perhaps not this one."""
     from numba.core import config
-    from numba.core.codegen import JITCPUCodegen
     from numba.core.registry import cpu_target
 
     context = cpu_target.target_context
     own = context._internal_codegen
-    names = {"CPU_NAME": _TARGETS[level], "CPU_FEATURES": ""}
+    names = {} if level == isa.level() else {"CPU_NAME": _TARGETS[level], "CPU_FEATURES": ""}
     before = {name: getattr(config, name) for name in names}
     try:
         for name, value in names.items():
             setattr(config, name, value)
-        context._internal_codegen = JITCPUCodegen("nanovllm")
+        context._internal_codegen = _code_generator(level)
         yield
     finally:
         context._internal_codegen = own
         for name, value in before.items():
             setattr(config, name, value)
+
+
+@cache
+def _code_generator(level: str) -> Any:
+    """numba's, without machine code for each function that a kernel calls: the kernel's own contains them."""
+    from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
+
+    class Library(JITCodeLibrary):  # type: ignore[misc]
+        def get_pointer_to_function(self, name: str) -> int:
+            self._ensure_finalized()
+            return 0
+
+        def _finalize_specific(self) -> None:
+            """There is nothing to load."""
+
+    class CodeGenerator(JITCPUCodegen):  # type: ignore[misc]
+        _library_class = Library
+
+        def _add_module(self, module: Any) -> None:
+            """It is never run."""
+
+        def set_env(self, name: str, environment: Any) -> None:
+            """Only Python's own functions have an environment."""
+
+    return CodeGenerator(f"nanovllm for {level}")
 
 
 def _say() -> None:

@@ -9,14 +9,13 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel, empty, scratch
+from nanovllm.cpu.kernels.native import jit
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store_reference
 
 
 def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
     """q_dtype, k_dtype: of the norms' weights; "" without a norm."""
-    from numba import njit
-
     from nanovllm.cpu.kernels import vectors as v
 
     (load, store), (load_part, store_part) = v.WHOLE[dtype], v.PART[dtype]
@@ -26,7 +25,7 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
     load_f32, store_f32, get_f32, set_f32 = v.load_f32, v.store_f32, v.get_f32, v.set_f32
     get_i32, get_i64, prefetch = v.get_i32, v.get_i64, v.prefetch
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def read(x: int, row: int, n: int) -> float:
         """Copy a head to `row` in float32; return the sum of its squares."""
         squares = splat(0.0)
@@ -44,7 +43,7 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
         load_weight, load_weight_part = v.WHOLE[weight_dtype][0], v.PART[weight_dtype][0]
         weight_size = v.SIZES[weight_dtype]
 
-        @njit(nogil=True, error_model="numpy")
+        @jit
         def norm(row: int, weight: int, n: int, squares: float, eps: float) -> None:
             """Divide a head by its root mean square, and multiply it by the weight."""
             factor = splat(1.0 / square_root(squares / n + eps))
@@ -61,7 +60,7 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
 
     q_norm, k_norm = make_norm(q_dtype or dtype), make_norm(k_dtype or dtype)
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def write(row: int, out: int, n: int, spoilt: float) -> None:
         for i in range(n // 16):
             store(out + 16 * size * i, add(load_f32(row + 64 * i), splat(spoilt)))
@@ -69,7 +68,7 @@ def _make(dtype: str, q_dtype: str, k_dtype: str) -> Callable[..., None]:
             last = add(load_f32(row + n // 16 * 64), splat(spoilt))
             store_part(out + n // 16 * 16 * size, last, n % 16)
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def rotate(row: int, cos: int, n: int, turned: int, interleaved: int) -> None:
         half = n // 2
         sin = cos + 4 * half

@@ -17,6 +17,7 @@ import torch
 from nanovllm.batch import NOT_FINITE, FilterColumns
 from nanovllm.cpu.kernels.drawing import SEGMENT, make_filtered, make_lists, make_random
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel, empty, scratch
+from nanovllm.cpu.kernels.native import jit
 
 BLOCK = 2048  # vocabulary entries, as in kernels/sampling.py: drawn tokens depend on it
 _BLOCKS = 4  # of a program of the first pass
@@ -25,12 +26,11 @@ _LEAST_FACTOR = 1e-30
 
 
 def _make_factor() -> Callable[[Any], Any]:
-    from numba import njit
     from numpy import float32
 
     log2_e, least = float32(math.log2(math.e)), float32(_LEAST_FACTOR)
 
-    @njit(nogil=True, error_model="numpy")
+    @jit
     def factor_of(temperature: Any) -> Any:
         """Weights are 2 ** ((logit - best) * factor)."""
         factor = log2_e / temperature

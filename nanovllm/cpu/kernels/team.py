@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.cpu.kernels.native import function_address
+from nanovllm.cpu.kernels.native import function_address, jit
 
 # Threads of launches; 0: as many as torch uses, which are the physical cores that the process may use.
 num_threads: ContextVar[int] = ContextVar("num_threads", default=0)
@@ -129,9 +129,7 @@ def _make_alone() -> _Function:
 
 def _make_run() -> _Function:
     """(control, helpers, launches, count, sync, after): publish a run, and work until it ended."""
-    from numba import njit
-
-    tools, work = _tools(), njit(nogil=True)(_make_work())
+    tools, work = _tools(), jit(_make_work())
     read, write, pause, offer_core = (tools[each] for each in ("read", "write", "pause", "offer_core"))
     lock, unlock, broadcast = (tools[each] for each in ("mutex_lock", "mutex_unlock", "cond_broadcast"))
     ring, line, both = _RING, LINE, SYNC_BYTES
@@ -163,9 +161,7 @@ def _make_run() -> _Function:
 
 def _make_help() -> _Function:
     """(control, helpers, helper): run what is published, for ever."""
-    from numba import njit
-
-    tools, work = _tools(), njit(nogil=True)(_make_work())
+    tools, work = _tools(), jit(_make_work())
     fetch_add, read, write, pause = (tools[each] for each in ("fetch_add", "read", "write", "pause"))
     lock, unlock, wait = (tools[each] for each in ("mutex_lock", "mutex_unlock", "cond_wait"))
     ring, line, spins = _RING, LINE, _SPINS

@@ -27,7 +27,7 @@ from nanovllm.text import prompts as reader
 
 TOKENIZER = TOKENIZERS["byte_level"]
 VOCAB = len(TOKENIZER)
-NUM_REQUESTS = int(os.environ.get("NANOVLLM_SOAK_REQUESTS", "1200"))
+NUM_REQUESTS = int(os.environ.get("NANOVLLM_SOAK_REQUESTS", "800"))
 KEPT_BYTES = 500_000  # allowed growth of Python's memory from the first to the last quarter of a soak
 READ_BLOCKS = 20_000  # allowed growth, in blocks of up to 512 bytes, while a million prompts are read
 BAD_PROMPTS: list[Any] = [[], None, "", "a\ud800", [VOCAB], [5, "x"], {"text": "x"}, [5] * 60]

