@@ -48,14 +48,15 @@ def test_attention_of_wide_heads(heads: Heads, window: int | None) -> None:
 def test_the_engine(
     tmp_path: Path, family: str, dims: tuple[int, int], cell: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free blocks are NaN before each step; with graphs, twice, and a window longer than a block."""
+    """Free blocks are NaN before each step; with graphs, twice, and a window longer than a block. Texts are
+    longer than the window and the rest of a tile of keys."""
     sizes = dict(zip(("head_dim", "global_head_dim"), dims, strict=True))
     folder = write_tiny_model(tmp_path, family, sliding_window=40, **sizes)
-    prompts, params = make_prompts(), SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    expected = [transformers_greedy(folder, prompt, 80) for prompt in prompts]
-    common: dict[str, Any] = {"dtype": "float32", "device": GPU, "max_model_len": 128}
+    prompts, params = make_prompts(), SamplingParams(temperature=0, max_tokens=190, ignore_eos=True)
+    expected = [transformers_greedy(folder, prompt, 190) for prompt in prompts]
+    common: dict[str, Any] = {"dtype": "float32", "device": GPU, "max_model_len": 256}
     options = {"attention_backend": "triton", "kvcache_block_size": 16, "async_scheduling": True}
-    with make_tiny(folder, **{**CELLS[cell], **common, **options, "num_kvcache_blocks": 60}) as llm:
+    with make_tiny(folder, **{**CELLS[cell], **common, **options, "num_kvcache_blocks": 90}) as llm:
         spoil_free_blocks(llm, monkeypatch)
         for _ in range(2):
             outputs = llm.generate(prompts, params, use_tqdm=False)
