@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-import hypothesis
 import pytest
 
 SHARE_OF_EXAMPLES = 5
@@ -235,9 +234,8 @@ def left_to_full(items: Iterable[pytest.Item], whole: bool) -> list[pytest.Item]
 
 def draw_fewer_examples(items: Iterable[pytest.Item]) -> None:
     """Let the collected tests draw a part of the examples that their settings name; `-m full` draws all."""
-    functions = {getattr(item, "function", None) for item in items}
-    for function in functions:
+    for function in {getattr(item, "function", None) for item in items}:
         settings = getattr(function, SETTINGS, None)
         if settings is not None:
             count = -(-settings.max_examples // SHARE_OF_EXAMPLES)
-            setattr(function, SETTINGS, hypothesis.settings(settings, max_examples=count))
+            setattr(function, SETTINGS, type(settings)(settings, max_examples=count))
