@@ -1,5 +1,5 @@
-"""The checkpoint and the engines that several of these files use. Fixtures import what takes seconds: some tests
-run others in processes of their own.
+"""The checkpoint and the engines that several of these files use. Fixtures import what takes seconds, because
+some tests run others in processes of their own.
 """
 
 from __future__ import annotations
