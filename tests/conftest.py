@@ -34,8 +34,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # xdist would leave the files with the fewest tests to the end. Some of these take long, and one worker would
-    # wait for the other; in the order of names the last ones take a second or two.
+    # xdist would leave the files with the fewest tests to the end. Some of these take long, and a worker would
+    # wait for the others; in the order of names the last ones take a second or two.
     config.option.loadscopereorder = False
 
 
