@@ -34,7 +34,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # xdist would leave the files with the fewest tests to the end. Some of these take long, and a worker would
+    # xdist would leave files of few tests to the end. Some of these take long, and a worker would
     # wait for the others; in the order of names the last ones take a second or two.
     config.option.loadscopereorder = False
 
