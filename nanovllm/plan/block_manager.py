@@ -70,6 +70,7 @@ class BlockManager:
         self._tree = PrefixTree()
         # The twins in each group by their block in the first one; none are noted for the first itself.
         self._twins: list[dict[int, int]] = [{} for _ in groups]
+        self._has_twins = len(groups) > 1
         # Of the step being planned: what is copied to each block of a group, from where; the owned sources.
         self._copied: list[dict[int, list[Piece]]] = [{} for _ in groups]
         self._pinned: list[int] = []
@@ -92,8 +93,10 @@ class BlockManager:
         """
         assert not seq.tables
         found = self._find_prefix(seq) if self.pool.free_slabs else Found([])
-        roomy = self._is_roomy(seq, spare)
-        if not self._fits(seq, found, spare):
+        # Whether there is room even if each block, and the source of a copy, takes a slab of its own
+        needed = self.blocks_for(seq.num_tokens)
+        roomy = (needed + 1) * len(self.groups) + spare <= len(self.pool.free_slabs)
+        if not (roomy or self._fits(seq, found, spare)):
             found = Found(found.blocks)  # owning the source of a copy may take the last free block
             if found.blocks and self.pool.usage == 0 and not self._fits(seq, found, spare):
                 found = Found([])  # cached blocks may lie in more slabs than new ones take
@@ -103,38 +106,38 @@ class BlockManager:
         count = len(hits)
         seq.chain = self._chain_of(hits[-1]) if hits else ROOT
         seq.num_computed_tokens = count * self.block_size + cells
+        share, sources = self.pool.share, []
         for group, offset in enumerate(self.pool.offsets[:-1]):
             first, kept = self._kept(seq.num_computed_tokens, hits, group)
             for block in kept:
-                self.pool.share(block)
-            seq.tables.append([PADDING] * first + [block - offset for block in kept])
+                share(block)
+            own = kept if offset == first == 0 else [PADDING] * first + [block - offset for block in kept]
+            seq.tables.append(own)
             if cells:  # owned until the step is planned, because its stores come before its copies
-                self.pool.share(self._in_group(source, group))
-                self._pinned.append(self._in_group(source, group))
+                sources.append(self._twins[group][source] if group else source)
+                share(sources[-1])
+        self._pinned += sources
         for group, table in enumerate(seq.tables):
-            all_blocks = self.groups[group].policy.keeps_all
-            most = self.blocks_for(seq.num_tokens) if all_blocks else count + (cells > 0)
-            self._take(table, most - count, group, spread=roomy)
+            most = needed if self.groups[group].policy.keeps_all else count + (cells > 0)
+            self._take(table, most - count, group, roomy)
             if cells:
-                own = self._in_group(source, group) - self.pool.offsets[group]
+                own = sources[group] - self.pool.offsets[group]
                 self._copy(self._copied[group], own, table[count], cells)
         self.num_cached_tokens += seq.num_computed_tokens
         seq.num_hashed_blocks = count
         return True
 
     def _take(self, table: list[int], count: int, group: int, spread: bool) -> None:
-        offset = self.pool.offsets[group]
-        table.extend([self.pool.take(group, spread) - offset for _ in range(count)])
-
-    def _in_group(self, block: int, group: int) -> int:
-        """The pool's number of a cached block of the first group, or of its twin in another."""
-        return self._twins[group][block] if group else block
+        take, offset = self.pool.take, self.pool.offsets[group]
+        for _ in range(count):
+            table.append(take(group, spread) - offset)
 
     def _kept(self, position: int, hits: list[int], group: int) -> tuple[int, list[int]]:
         """The first block of these leading ones that the token at `position` or a later one reads in a group,
         and that and the following ones there."""
-        first = min(self.groups[group].policy.first_read(position, self.block_size), len(hits))
-        return first, [self._in_group(block, group) for block in hits[first:]]
+        policy, twins = self.groups[group].policy, self._twins[group]
+        first = 0 if policy.keeps_all else min(policy.first_read(position, self.block_size), len(hits))
+        return first, [twins[block] for block in hits[first:]] if group else hits[first:]
 
     def take_copies(self) -> tuple[np.ndarray, ...]:
         """The copies of the step being planned, as in `Batch`. Call it once all its sequences have their
@@ -183,10 +186,12 @@ class BlockManager:
         often."""
         if self._share_outputs:
             self.register(seq, rest=True)
-        for table, offset in [*zip(seq.tables, self.pool.offsets, strict=False)][::-1]:
-            for block in reversed(table):
+        drop = self.pool.drop
+        for group in reversed(range(len(seq.tables))):
+            offset = self.pool.offsets[group]
+            for block in reversed(seq.tables[group]):
                 if block != PADDING:
-                    self.pool.drop(block + offset)
+                    drop(block + offset)
         seq.tables = []
         seq.num_computed_tokens = 0
         seq.num_hashed_blocks = 0
@@ -212,7 +217,7 @@ class BlockManager:
             if added is not None and added.block == block:
                 self.pool.content[block] = added
             seq.chain = None if added is None else added.chain
-            if added is not None:
+            if self._has_twins and added is not None:
                 self._register_twins(added, seq, index)
             seq.num_hashed_blocks += 1
         if rest and seq.chain is not None:
@@ -233,6 +238,8 @@ class BlockManager:
         else:
             return
         self.pool.content[block] = added
+        if not self._has_twins:
+            return
         if added is None:
             self._forget_twins(block)
         else:
@@ -269,16 +276,9 @@ class BlockManager:
         assert content is not None, "a hit is cached"
         return content.chain
 
-    def _is_roomy(self, seq: Sequence, spare: int) -> bool:
-        """Whether there is room even if each block, and the source of a copy, takes a slab of its own."""
-        blocks = (self.blocks_for(seq.num_tokens) + 1) * len(self.groups)
-        return blocks + spare <= len(self.pool.free_slabs)
-
     def _fits(self, seq: Sequence, found: Found, spare: int) -> bool:
         """Whether `spare` blocks stay free when `seq` gets blocks for all its tokens after those found, and
         at the step of its prompt that needs the most."""
-        if self._is_roomy(seq, spare):
-            return True
         hits, size, pool = found.blocks, self.block_size, self.pool
         needed = self.blocks_for(seq.num_tokens)
         new: list[int] = []
@@ -288,8 +288,10 @@ class BlockManager:
             own = [block for block in kept if pool.ref_counts[block] == 0]
             most = min(each.policy.most_blocks(seq.num_tokens, size, self._chunk), needed - first)
             new.append(max(0, min(most, needed - first - len(kept) + len(own)) - len(own)))
-            source = [self._in_group(found.source, group)] if found.cells else []
-            revived += [*own, *(block for block in source if pool.ref_counts[block] == 0)]
+            if found.cells:
+                source = self._twins[group][found.source] if group else found.source
+                own += [source] if pool.ref_counts[source] == 0 else []
+            revived += own
         return pool.slabs_for(new, revived) + spare <= len(pool.free_slabs)
 
     def _find_prefix(self, seq: Sequence) -> Found:
@@ -308,10 +310,12 @@ class BlockManager:
                 break
             hits.append(known.block)
             parent = known.chain
-        hits = hits[: self._num_readable(hits)]
-        parent, start = self._chain_of(hits[-1]) if hits else ROOT, len(hits) * size
+        if self._has_twins:
+            hits = hits[: self._num_readable(hits)]
+            parent = self._chain_of(hits[-1]) if hits else ROOT
+        start = len(hits) * size
         nearest, cells = self._tree.nearest(parent, seq.token_bytes(start, min(most, start + size)))
-        if nearest is None or any(nearest.block not in twins for twins in self._twins[1:]):
+        if nearest is None or any([nearest.block not in twins for twins in self._twins[1:]]):
             return Found(hits)
         return Found(hits, nearest.block, cells)
 

@@ -79,7 +79,9 @@ class BlockPool(Generic[C]):
         if free and not (spread and self.content[next(iter(free))] is not None and self._has_empty()):
             block, _ = free.popitem(last=False)
         else:
-            block = self._open(self._next_slab(), group)
+            block = self._next_slab()
+            if not self._is_plain:
+                block = self._open(block, group)
         self._clear(block)
         self._use(block)
         return block
@@ -96,7 +98,8 @@ class BlockPool(Generic[C]):
             slab = block % self.num_slabs
             del self.free_slabs[slab]
             self._free_partial.pop(slab, None)
-            self._open(slab, group, block)
+            if not self._is_plain:
+                self._open(slab, group, block)
         self._use(block)
 
     def drop(self, block: int) -> None:
@@ -107,17 +110,19 @@ class BlockPool(Generic[C]):
         if self.ref_counts[block]:
             return
         content = self.content[block]
-        slab, cached, group = block % self.num_slabs, content is not None, self.group_of(block)
+        slab, cached = block % self.num_slabs, content is not None
         self._num_used[slab] -= 1
-        free = self.free_parts[group]
-        if self._num_used[slab]:
-            free[block] = None
-            free.move_to_end(block, last=cached)
-            return
-        for part in self._parts_of(slab, group) if self.per_slab[group] > 1 else ():
-            if part != block:
-                del free[part]
-                cached = cached or self.content[part] is not None
+        if not self._is_plain:
+            group = self.group_of(block)
+            free = self.free_parts[group]
+            if self._num_used[slab]:
+                free[block] = None
+                free.move_to_end(block, last=cached)
+                return
+            for part in self._parts_of(slab, group):
+                if part != block:
+                    del free[part]
+                    cached = cached or self.content[part] is not None
         self.free_slabs[slab] = None  # the last one
         if not cached:
             self.free_slabs.move_to_end(slab, last=False)
@@ -153,8 +158,6 @@ class BlockPool(Generic[C]):
 
     def _open(self, slab: int, group: int, wanted: int | None = None) -> int:
         """Use a free slab for blocks of one group; return `wanted`, or one of them. The others are free."""
-        if self._is_plain:
-            return slab
         for other in range(len(self.per_slab)):
             if other != group:
                 for part in self._parts_of(slab, other):
