@@ -11,7 +11,6 @@ import numpy as np
 
 from nanovllm.batch import (
     FILTERS,
-    NO_EXTRAS,
     NO_LOGPROBS,
     PADDING,
     PENALTIES,
@@ -104,11 +103,11 @@ class SamplingTable:
         filters = FilterColumns(*[rows[name] for name in FILTERS])
         return SamplingColumns(rows["temperature"], rows["seeds"], positions, filters)
 
-    def take_extras(self, seqs: list[Sequence], slots: np.ndarray, draws: np.ndarray) -> Extras:
-        """Return the extras that the sequences of a step request. slots, draws: [S]."""
+    def take_extras(self, seqs: list[Sequence], slots: np.ndarray, draws: np.ndarray) -> Extras | None:
+        """Return the extras that the sequences of a step request, if any. slots, draws: [S]."""
         rows = self._rows.take(slots)
         if not rows["has_extras"].any():
-            return NO_EXTRAS
+            return None
         drawn = draws > 0
         return Extras(
             penalties=self._penalties(seqs, rows, drawn),
@@ -204,7 +203,7 @@ def keep_logprobs(batch: Batch, logprobs: TokenLogprobs, seqs: dict[int, Sequenc
     for row, seq in seqs.items():
         if batch.draws[row] and (number := seq.params.num_logprobs) is not None:
             asked.setdefault((num_likeliest(number), bool(seq.params.logprob_token_ids)), []).append(row)
-    ids = batch.extras.asked_ids
+    ids = None if batch.extras is None else batch.extras.asked_ids
     for (k, by_id), rows in asked.items():
         if by_id and ids is not None:
             columns = logprobs.take_asked(np.array(rows), ids, k)
