@@ -29,7 +29,7 @@ from nanovllm.batch import (
 from nanovllm.config import Config
 from nanovllm.doors import EXTRAS, Table
 from nanovllm.plan.block_manager import BlockManager
-from nanovllm.plan.columns import SamplingTable, keep_logprobs, num_likeliest, take_prompt_tokens
+from nanovllm.plan.columns import SamplingTable, num_likeliest
 from nanovllm.plan.room import Room
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 
@@ -152,7 +152,7 @@ class Scheduler:
         seqs = {row: seq for row, seq in found if seq is not None} if asks else {}
         not_finite: list[Sequence] = []  # their scores or hidden states are not
         if output.logprobs is not None:
-            keep_logprobs(batch, output.logprobs, seqs)
+            _EXTRAS["keep_logprobs"](batch, output.logprobs, seqs)
         if output.scores is not None and extras is not None and extras.scored is not None:
             scored_rows = extras.scored.wanted.rows
             for row in np.unique(scored_rows).tolist():
@@ -376,7 +376,7 @@ class Scheduler:
         width = int(self._table_lens[slots].max())
         extras = self._sampling.take_extras(seqs, slots, draws)
         if kind is StepKind.PREFILL and any(seq.next_wanted is not None for seq in seqs):
-            scored, pooled = take_prompt_tokens(seqs, query_lens.tolist())
+            scored, pooled = _EXTRAS["prompt_tokens"](seqs, query_lens.tolist())
             extras = replace(extras or Extras(), scored=scored, pooled=pooled)
         return Batch(
             kind=kind,
