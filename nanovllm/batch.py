@@ -212,8 +212,13 @@ class Extras:
         asks = self.penalties is not None or self.bias is not None or self.has_rules
         return asks or self.num_logprobs != NO_LOGPROBS
 
+    @property
+    def places(self) -> list[np.ndarray]:
+        """Places of a prefill step's tokens whose hidden states are needed, as in `WantedTokens`."""
+        scored = None if self.scored is None else self.scored.wanted
+        return [each.places for each in (scored, self.pooled) if each is not None]
 
-NO_EXTRAS = Extras()
+
 LogitsProcessor = Callable[..., Any]  # as in SamplingParams
 
 
@@ -243,7 +248,7 @@ class Batch:
     tables: tuple[np.ndarray, ...]
     draws: np.ndarray  # [S] int32, number of tokens to draw: 0 while the prompt is unfinished, else 1
     sampling: SamplingColumns[np.ndarray]
-    extras: Extras = NO_EXTRAS
+    extras: Extras | None = None  # None: no sequence requests any
     # Of each group, [C, 4] int32: source block, target block, first cell, number of cells. Each layer copies
     # the K/V of these cells after it stores the step's and before any row attends. No cell is source and
     # target. (): nothing is copied.

@@ -121,11 +121,13 @@ EXTRAS = {
     "embedding": "extras.embedding:read_embedding_defaults",  # as a model's files state them
     "params": "extras.params:checked",  # checks these sampling parameters
     "guarded": "extras.logits_processors:GuardedProcessors",  # whose errors end one request
-    "call_processor": "extras.logits_processors:call_processor",
     "texts": "extras.texts:ExtraTexts",  # constraints, bad words and logprobs, for a `Processor`
     "rules": "extras.token_rules:make_rules",  # of a sequence, on its next token
     "restrict": "extras.token_rules:restrict_planned",  # fills the bits of the tokens that they allow
     "dead_end": "extras.token_rules:dead_end",
+    "prompt_tokens": "extras.wanted:take_prompt_tokens",  # of a step, to score or to pool
+    "keep_logprobs": "extras.wanted:keep_logprobs",  # of drawn tokens, for their sequences
+    "ending": "extras.ending:ExtrasEnding",  # ends a step with `Extras`, for an `Ending`
 }
 # What the door of CPUs does in place of Triton, cuBLAS and CUDA graphs; see `device.cpu_door`.
 CPU = {

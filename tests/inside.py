@@ -200,12 +200,12 @@ def block_state(manager: BlockManager) -> Any:
 
 def token_counts(llm: LLM) -> torch.Tensor | None:
     """The counts of penalties, if there are any."""
-    return runner(llm).ending._counts
+    return getattr(runner(llm).ending.extras, "counts", None)
 
 
 def limit_logit_rows(llm: LLM, rows: int) -> None:
-    """Let the end of a step compute at most `rows` rows of logits at once."""
-    runner(llm).ending._max_rows = rows
+    """Let the end of a step compute at most `rows` rows of logits at once. Before the first with extras."""
+    runner(llm).ending.max_rows = rows
 
 
 def captured(graphs: CUDAGraphs) -> dict[int, Any]:

@@ -15,12 +15,12 @@ import numpy as np
 
 from nanovllm.batch import (
     LAST_SAMPLED,
-    NO_EXTRAS,
     NO_SLOT,
     NOT_DRAWN,
     NOT_FINITE,
     PADDING,
     Batch,
+    Extras,
     StepKind,
     StepOutput,
     TokenEvents,
@@ -29,7 +29,7 @@ from nanovllm.batch import (
 from nanovllm.config import Config
 from nanovllm.doors import EXTRAS, Table
 from nanovllm.plan.block_manager import BlockManager
-from nanovllm.plan.columns import SamplingTable, keep_logprobs, num_likeliest, take_prompt_tokens
+from nanovllm.plan.columns import SamplingTable, num_likeliest
 from nanovllm.plan.room import Room
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 
@@ -146,14 +146,15 @@ class Scheduler:
 
     def _take_extras(self, batch: Batch, output: StepOutput[np.ndarray], events: TokenEvents) -> None:
         """Store the other outputs of a step, and end the sequences that need no token."""
-        asks = batch.extras is not NO_EXTRAS or not batch.draws.all()
+        extras = batch.extras
+        asks = extras is not None or not batch.draws.all()
         found = enumerate(map(self._unfinished.get, batch.seq_ids))
         seqs = {row: seq for row, seq in found if seq is not None} if asks else {}
         not_finite: list[Sequence] = []  # their scores or hidden states are not
         if output.logprobs is not None:
-            keep_logprobs(batch, output.logprobs, seqs)
-        if output.scores is not None and batch.extras.scored is not None:
-            scored_rows = batch.extras.scored.wanted.rows
+            _EXTRAS["keep_logprobs"](batch, output.logprobs, seqs)
+        if output.scores is not None and extras is not None and extras.scored is not None:
+            scored_rows = extras.scored.wanted.rows
             for row in np.unique(scored_rows).tolist():
                 if row in seqs:
                     k = num_likeliest(seqs[row].params.prompt_logprobs or 0)
@@ -161,8 +162,8 @@ class Scheduler:
                     seqs[row].prompt_logprobs.append(scores)
                     if np.isnan(scores.values[:, 0]).any():
                         not_finite.append(seqs.pop(row))
-        if output.pooled is not None and batch.extras.pooled is not None:
-            for row in np.unique(batch.extras.pooled.rows).tolist():
+        if output.pooled is not None and extras is not None and extras.pooled is not None:
+            for row in np.unique(extras.pooled.rows).tolist():
                 if row in seqs:
                     sums = output.pooled[row]
                     before = seqs[row].pooled
@@ -375,8 +376,8 @@ class Scheduler:
         width = int(self._table_lens[slots].max())
         extras = self._sampling.take_extras(seqs, slots, draws)
         if kind is StepKind.PREFILL and any(seq.next_wanted is not None for seq in seqs):
-            scored, pooled = take_prompt_tokens(seqs, query_lens.tolist())
-            extras = replace(extras, scored=scored, pooled=pooled)
+            scored, pooled = _EXTRAS["prompt_tokens"](seqs, query_lens.tolist())
+            extras = replace(extras or Extras(), scored=scored, pooled=pooled)
         return Batch(
             kind=kind,
             seq_ids=tuple([seq.seq_id for seq in seqs]),

@@ -1,46 +1,22 @@
-"""Ending: the end of a step, from hidden states through the LM head to tokens, logprobs and pooled sums.
+"""Ending: the end of a step, from hidden states through the LM head to tokens.
 
-Owns each slot's last token and the token counts of penalties. Knows no graph, and reads only the extras of a
-batch, and whether it has filters.
+Owns each slot's last token. Knows no graph; what a batch's extras ask for is computed in `extras/ending.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from nanovllm.batch import (
-    NO_LOGPROBS,
-    NOT_DRAWN,
-    PADDING,
-    Batch,
-    Extras,
-    LogprobColumns,
-    Penalties,
-    ScoredTokens,
-    StepOutput,
-    TokenMasks,
-    WantedTokens,
-    rows_of,
-)
+from nanovllm.batch import NOT_DRAWN, Batch, StepOutput, TokenMasks, rows_of
 from nanovllm.device import Device
 from nanovllm.doors import EXTRAS, Table
-from nanovllm.extras.kernels.logprobs import token_logprobs
 from nanovllm.kernels.last_tokens import keep_tokens
-from nanovllm.kernels.logits import (
-    MAX_COUNT,
-    RowMasks,
-    RowPenalties,
-    count_tokens,
-    process_logits,
-    restart_counts,
-)
-from nanovllm.kernels.sampling import filtered_logits, sample
+from nanovllm.kernels.sampling import sample
 from nanovllm.layers.stream import Group
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.runner.inputs import StepInputs, last_rows, wanted_rows
+from nanovllm.runner.inputs import StepInputs
 
 _EXTRAS: Table[Any] = Table(EXTRAS)
 _CHUNK_BYTES = 2**28  # of float32 logits that are computed at once
@@ -61,201 +37,44 @@ class Ending:
         self, model: DecoderForCausalLM, tp: Group, device: Device, max_seqs: int, logprobs_mode: str
     ) -> None:
         """max_seqs: sequences of the largest step, and the number of slots. logprobs_mode: as in `Config`."""
-        self._model, self._tp, self._device = model, tp, device
-        self._vocab_size = model.config.vocab_size
-        self._mode = logprobs_mode
-        self._max_rows = max(1, min(max_seqs, _CHUNK_BYTES // (4 * self._vocab_size)))
-        self._max_seqs = max_seqs
-        self._counts: torch.Tensor | None = None  # [slots, V] int16, once a sequence has penalties
+        self.model, self.tp, self.device = model, tp, device
+        self.vocab_size = model.config.vocab_size
+        self.logprobs_mode = logprobs_mode
+        self.max_rows = max(1, min(max_seqs, _CHUNK_BYTES // (4 * self.vocab_size)))  # of logits with extras
+        self.max_seqs = max_seqs
+        self.extras: Any = None  # the door's `ExtrasEnding`, once a step has extras
         self.last_token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device.torch)  # by slot
 
     def end(self, step: UndrawnStep, masks: TokenMasks | None) -> StepOutput[torch.Tensor]:
-        """Draw a step's tokens, and compute its other requested outputs."""
+        """Draw a step's tokens, and compute what its extras ask for."""
         batch, hidden, inputs = step
-        extras = batch.extras
-        last, scores, pooled, logprobs = hidden[: len(batch.slots)], None, None, None
-        if extras.scored is not None or extras.pooled is not None:
-            wanted = wanted_rows(batch)
-
-            def of(places: np.ndarray) -> torch.Tensor:
-                return hidden[self._device.send(np.searchsorted(wanted, places))]
-
-            last = of(last_rows(batch))
-            if extras.scored is not None:
-                scores = self._score(of(extras.scored.wanted.places), extras.scored)
-            if extras.pooled is not None:
-                pooled = self._pool(of(extras.pooled.places), extras.pooled, len(batch.slots))
-        if not batch.draws.any():  # only prompts to score or pool, or chunks of prompts
-            token_ids = last.new_full((len(last),), NOT_DRAWN, dtype=torch.int64)
-        elif extras.needs_logits:
-            token_ids, logprobs = self._draw_with(last, inputs, batch, masks)
-        else:
+        if batch.extras is not None:
+            if self.extras is None:
+                self.extras = _EXTRAS["ending"](self)
+            output: StepOutput[torch.Tensor] = self.extras.end(step, batch.extras, masks, self.draw)
+            return output
+        last = hidden[: len(batch.slots)]
+        if batch.draws.any():
             token_ids = self.draw(last, inputs)
-        return StepOutput(token_ids[:, None], logprobs, scores, pooled)
+        else:  # only chunks of prompts
+            token_ids = last.new_full((len(last),), NOT_DRAWN, dtype=torch.int64)
+        return StepOutput(token_ids[:, None])
 
     def draw(self, hidden: torch.Tensor, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
         """Draw the tokens [n] for hidden [n, hidden_size] of the step's first n sequences, and store them by
         slot."""
-        logits = self._model.compute_logits(hidden)
-        mine, whole = self._tp.whole_rows(logits, self._vocab_size)
+        logits = self.model.compute_logits(hidden)
+        mine, whole = self.tp.whole_rows(logits, self.vocab_size)
         token_ids = sample(whole, rows_of(inputs.sampling, mine))
-        token_ids = self._tp.join_rows(token_ids, mine, logits)
+        token_ids = self.tp.join_rows(token_ids, mine, logits)
         keep_tokens(token_ids, inputs.sample_slots[: len(hidden)], self.last_token_ids)
         return token_ids
 
-    def _draw_with(
-        self,
-        hidden: torch.Tensor,
-        inputs: StepInputs[torch.Tensor],
-        batch: Batch,
-        masks: TokenMasks | None,
-    ) -> tuple[torch.Tensor, LogprobColumns[torch.Tensor] | None]:
-        """As `draw`, with the step's extras; return the tokens, and their logprobs if requested.
-
-        A row without extras gets the same token as from `draw`.
-        """
-        extras, slots = batch.extras, inputs.sample_slots[: len(hidden)]
-        penalties = self._row_penalties(extras.penalties, slots)
-        row_masks = self._row_masks(masks, len(hidden))
-        logits = self._model.compute_logits(hidden)
-        mine, whole = self._tp.whole_rows(logits, self._vocab_size)
-        token_ids: list[torch.Tensor] = []
-        logprobs: list[LogprobColumns[torch.Tensor]] = []
-        for start in range(0, len(whole), self._max_rows):
-            raw = whole[start : start + self._max_rows]
-            rows = slice(mine.start + start, mine.start + start + len(raw))
-            params = rows_of(inputs.sampling, rows)
-            x = self._biased(raw, extras, masks, rows)
-            if penalties is not None or row_masks is not None:
-                x = process_logits(x, penalties and penalties.of(rows), row_masks and row_masks.of(rows))
-            ids = sample(x, params)
-            token_ids.append(ids)
-            if extras.num_logprobs != NO_LOGPROBS:
-                logprob_logits = raw
-                if self._mode.startswith("processed"):
-                    filters = params.filters if batch.sampling.has_filters else None
-                    logprob_logits = filtered_logits(x, params.temperature, filters)
-                asked = None if extras.asked_ids is None else self._device.send(extras.asked_ids[rows])
-                logprobs.append(self._logprobs(logprob_logits, ids, extras.num_logprobs, asked))
-        own = torch.cat(token_ids) if token_ids else hidden.new_empty(0, dtype=torch.int64)
-        drawn = self._tp.join_rows(own, mine, logits)
-        keep_tokens(drawn, slots, self.last_token_ids)
-        if self._counts is not None and extras.penalties is not None:
-            count_tokens(self._counts, slots, drawn)
-        if extras.num_logprobs == NO_LOGPROBS:
-            return drawn, None
-        num_asked = 0 if extras.asked_ids is None else extras.asked_ids.shape[1]
-        return drawn, self._join(logprobs, mine, logits, self._width(extras.num_logprobs) + num_asked)
-
-    def _score(self, hidden: torch.Tensor, scored: ScoredTokens) -> LogprobColumns[torch.Tensor]:
-        """The logprobs of prompt tokens. hidden: [n, hidden_size], of the token before each of them.
-
-        Computed in chunks, so that their logits take no more memory than those of drawn tokens.
-        """
-        targets = self._device.send(scored.token_ids)
-        parts = []
-        for start in range(0, len(hidden), self._max_rows):
-            logits = self._model.compute_logits(hidden[start : start + self._max_rows])
-            mine, whole = self._tp.whole_rows(logits, self._vocab_size)
-            ids = targets[start : start + self._max_rows][mine]
-            own = [self._logprobs(whole, ids, scored.num_logprobs)] if len(whole) else []
-            parts.append(self._join(own, mine, logits, self._width(scored.num_logprobs)))
-        return all_rows(parts)
-
-    def _pool(self, hidden: torch.Tensor, wanted: WantedTokens, num_seqs: int) -> torch.Tensor:
-        """The sums [num_seqs, hidden_size] float32 of hidden [n, hidden_size] over each sequence."""
-        sums = torch.zeros(num_seqs, hidden.shape[1], device=hidden.device)
-        return sums.index_add_(0, self._device.send(wanted.rows), hidden.float())
-
-    def free_counts(self) -> None:
-        """Free the counts of penalties, while no sequence is unfinished; they are created again on use."""
-        self._counts = None
+    def free_extras(self) -> None:
+        """Free what extras keep, while no sequence is unfinished; it is created again on use."""
+        self.extras = None
 
     def reserved_bytes(self) -> int:
-        """The bytes of the counts of penalties, which are created on first use, and of two float32 chunks of
-        logits: each change of logits copies them."""
-        return (2 * self._max_seqs + 2 * 4 * self._max_rows) * self._vocab_size
-
-    def _row_penalties(self, penalties: Penalties | None, slots: torch.Tensor) -> RowPenalties | None:
-        """Count the history tokens, then return the columns of penalties on the device."""
-        if penalties is None:
-            return None
-        send = self._device.send
-        if self._counts is None:
-            shape = (self._max_seqs, self._vocab_size)
-            self._counts = torch.zeros(shape, dtype=torch.int16, device=self._device.torch)
-        if len(penalties.history_ids):
-            cells = penalties.history_slots * self._vocab_size + penalties.history_ids
-            outputs, times = np.unique(cells[~penalties.history_is_prompt], return_counts=True)
-            prompts = np.unique(cells[penalties.history_is_prompt])
-            changed = np.unique(penalties.history_slots), prompts, outputs, np.minimum(times, MAX_COUNT)
-            restart_counts(self._counts, *map(send, changed))
-        return RowPenalties(
-            send(penalties.repetition),
-            send(penalties.frequency),
-            send(penalties.presence),
-            slots.clamp(min=0),
-            self._counts,
-        )
-
-    def _row_masks(self, masks: TokenMasks | None, num_rows: int) -> RowMasks | None:
-        if masks is None or not len(masks.rows):
-            return None
-        mask_of_row = np.full(num_rows, PADDING, np.int64)
-        mask_of_row[masks.rows] = np.arange(len(masks.rows))
-        return RowMasks(self._device.send(mask_of_row), self._device.send(masks.bits))
-
-    def _biased(
-        self, raw: torch.Tensor, extras: Extras, masks: TokenMasks | None, rows: slice
-    ) -> torch.Tensor:
-        """Logits after logits processors and biases; a new tensor if there are any."""
-        every, bias = () if masks is None else masks.processors, extras.bias
-        functions = [each for each in every if rows.start <= each[0] < rows.stop]
-        inside = None if bias is None else (bias.rows >= rows.start) & (bias.rows < rows.stop)
-        if not functions and (inside is None or not inside.any()):
-            return raw
-        x = raw.to(torch.float32, copy=True)
-        for row, function, prompt_ids, output_ids in functions:
-            x[row - rows.start] = _EXTRAS["call_processor"](
-                function, prompt_ids, output_ids, x[row - rows.start]
-            )
-        if bias is not None and inside is not None:
-            send = self._device.send
-            where = send(bias.rows[inside] - rows.start), send(bias.token_ids[inside])
-            x.index_put_(where, send(bias.values[inside]), accumulate=True)
-        return x
-
-    def _width(self, k: int) -> int:
-        return 1 + min(k, self._vocab_size)
-
-    def _logprobs(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, k: int, asked: torch.Tensor | None = None
-    ) -> LogprobColumns[torch.Tensor]:
-        """As `token_logprobs`; asked: [n, M] int64, tokens whose logprobs are columns after the others."""
-        found = token_logprobs(logits, token_ids, k, self._mode.endswith("logprobs"))
-        if asked is None:
-            return found
-        ids = asked.clamp(min=0)
-        normalizers = logits.gather(1, found.token_ids[:, :1]).float() - found.values[:, :1]
-        values = torch.cat([found.values, logits.gather(1, ids).float() - normalizers], dim=1)
-        return LogprobColumns(values, torch.cat([found.token_ids, ids], dim=1), found.ranks)
-
-    def _join(
-        self, own: list[LogprobColumns[torch.Tensor]], mine: slice, logits: torch.Tensor, width: int
-    ) -> LogprobColumns[torch.Tensor]:
-        """The logprobs of all rows, at least on rank 0, from those of each rank's rows; `width` columns."""
-        if self._tp.size == 1:
-            return all_rows(own)
-        none = torch.empty(0, width, dtype=torch.float32, device=logits.device)
-        columns = all_rows([LogprobColumns(none, none.long(), none[:, 0].long()), *own]).columns
-        flat = [(x if x.dim() == 2 else x[:, None]).float() for x in columns]
-        joined = self._tp.join_columns(torch.cat(flat, dim=1), mine, logits)
-        split = joined.split([x.shape[1] for x in flat], dim=1)
-        return LogprobColumns(
-            *(part.to(x.dtype).reshape(-1, *x.shape[1:]) for part, x in zip(split, columns, strict=True))
-        )
-
-
-def all_rows(parts: list[LogprobColumns[torch.Tensor]]) -> LogprobColumns[torch.Tensor]:
-    """The rows of all parts."""
-    return LogprobColumns(*map(torch.cat, zip(*(part.columns for part in parts), strict=True)))
+        """The bytes that extras may need: the counts of penalties, which are created on first use, and two
+        float32 chunks of logits, because each change of logits copies them."""
+        return (2 * self.max_seqs + 2 * 4 * self.max_rows) * self.vocab_size

@@ -308,7 +308,7 @@ class ModelRunner:
                 arrays = prepare_prefill(batch, self.block_size, split)
             inputs = self.staging.send(arrays)()
             step = UndrawnStep(batch, self.run_model(inputs), inputs)
-        if batch.extras.has_rules:
+        if batch.extras is not None and batch.extras.has_rules:
             self._undrawn = step
             return None
         return self._receive(self.ending.end(step, None), batch)
@@ -318,7 +318,8 @@ class ModelRunner:
     ) -> tuple[GraphOutput, Callable[[], StepInputs[torch.Tensor]]] | None:
         """Replay a decode step; return its output, and a function that creates its inputs. None if there is
         no graph for it, and it cannot be recorded."""
-        rows, drawn, recorded = len(batch.slots), not batch.extras.needs_logits, self.recorded
+        drawn = batch.extras is None or not batch.extras.needs_logits
+        rows, recorded = len(batch.slots), self.recorded
         graphs = self.graphs.get((shared.chunk if shared else 0, drawn))
         if graphs is not None:
             rows = graphs.size_for(rows)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import check_scheduler
 
-from nanovllm.batch import NO_EXTRAS, NOT_DRAWN, NOT_FINITE, StepKind, StepOutput
+from nanovllm.batch import NOT_DRAWN, NOT_FINITE, StepKind, StepOutput
 from nanovllm.plan.columns import SamplingTable
 from nanovllm.plan.room import Room
 from nanovllm.plan.sequence import Sequence
@@ -311,7 +311,7 @@ def test_a_slot_has_the_parameters_of_its_last_sequence() -> None:
         slots = np.array([seq.slot])
         columns, extras = table.take(slots, np.array([2])), table.take_extras([seq], slots, np.array([1]))
         assert columns.seeds.tolist() == [seed] and columns.temperature.tolist() == [params.temperature]
-        assert (extras is NO_EXTRAS) == (params is plain)
+        assert (extras is None) == (params is plain)
         found.append(extras)
     for extras in (found[2], found[3], found[5]):
         assert extras.bias.token_ids.tolist() == [3] and extras.bias.values.tolist() == [2.0]

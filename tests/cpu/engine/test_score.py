@@ -98,7 +98,7 @@ def test_logits_are_computed_for_the_continuations_alone(
     monkeypatch.setattr(DecoderForCausalLM, "compute_logits", recorded)
     with make_tiny(model, max_num_batched_tokens=30) as llm:
         llm.score(PROMPT, CONTINUATIONS, False)
-        scored = [batch.extras.scored for batch in llm.batches if batch.extras.scored is not None]
+        scored = [batch.extras.scored for batch in llm.batches if batch.extras and batch.extras.scored]
         assert sum(len(each.token_ids) for each in scored) == sum(map(len, CONTINUATIONS)) == sum(rows)
         assert all(not batch.draws.any() for batch in llm.batches)
         llm.embed([PROMPT], use_tqdm=False)

@@ -122,7 +122,7 @@ def test_beside_all_others(model: Path, rows: dict[str, Any], check: Check, name
                     assert re.fullmatch("[a-c]{9}", output["text"])
                 errors += output.error is not None
             assert errors == 1
-            scored = sum(len(b.extras.scored.token_ids) for b in llm.batches if b.extras.scored is not None)
+            scored = sum(len(b.extras.scored.token_ids) for b in llm.batches if b.extras and b.extras.scored)
             wanted = [len(prompt) - 1 for prompt, params in order if params.prompt_logprobs is not None]
             assert scored == sum(wanted), "each prompt token is scored once"
             assert llm.num_free_blocks == free
@@ -185,7 +185,10 @@ def test_completions_share_logprobs_of_the_prompt(llm: CheckedLLM, rows: Any, re
     params = params_of(ALL | SAMPLED | {"n": 4, "temperature": 3.0})
     llm.batches.clear()
     [output] = llm.generate([prompt], params, use_tqdm=False)
-    assert sum(len(b.extras.scored.token_ids) for b in llm.batches if b.extras.scored) == len(prompt) - 1
+    assert (
+        sum(len(b.extras.scored.token_ids) for b in llm.batches if b.extras and b.extras.scored)
+        == len(prompt) - 1
+    )
     assert len({tuple(completion.token_ids) for completion in output.outputs}) > 1
     first = params.clone()
     first.n = 1
@@ -213,7 +216,7 @@ def test_logits_of_a_token_are_computed_once(
     names = ["plain", "filters", "penalties", "logprobs_20", "allowed", "bias", "sampled_all"]
     with make(model, logprobs_mode="processed_logprobs") as llm:
         llm.generate(*map(list, zip(*(rows[name] for name in names), strict=True)), use_tqdm=False)
-        scored = sum(len(b.extras.scored.token_ids) for b in llm.batches if b.extras.scored is not None)
+        scored = sum(len(b.extras.scored.token_ids) for b in llm.batches if b.extras and b.extras.scored)
         assert scored > 0 and sum(num_rows) == scored + sum(int(b.draws.sum()) for b in llm.batches)
 
 
