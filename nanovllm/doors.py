@@ -102,7 +102,7 @@ LAYOUTS = {"windows": "windows.layout:windowed_layout"}
 # `AttentionBackend` by its name, fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
 BACKENDS = {
     "triton": "attention.backends:TritonBackend",
-    "flash_attn": "attention.backends:FlashAttnBackend",
+    "flash_attn": "flash_attn.backend:FlashAttnBackend",
     "cpu": "cpu.attention:CPUBackend",
     "reference": "attention.backends:ReferenceBackend",
 }

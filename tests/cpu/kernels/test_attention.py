@@ -20,7 +20,6 @@ from test_needs import GPU
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.attention.backends import (
-    FlashAttnBackend,
     ReferenceBackend,
     TritonBackend,
     resolve_block_size,
@@ -32,6 +31,7 @@ from nanovllm.cpu import isa
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.engine.startup import open_model
 from nanovllm.families.llama import LLAMA
+from nanovllm.flash_attn.backend import FlashAttnBackend
 from nanovllm.kernels import attention_reference
 from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.stream import HeadsNorm, Step
@@ -97,7 +97,8 @@ def test_a_layer_gives_its_backend_the_cache_and_its_scales(monkeypatch: pytest.
     layer.cache = KVCache(torch.zeros(1), torch.zeros(2), torch.ones(3), torch.ones(4))
     monkeypatch.setattr(decoder, "qk_norm_rope_store", lambda *inputs: seen.append(inputs) or turned)
     monkeypatch.setattr(ReferenceBackend, "forward", lambda _, *inputs: seen.append(inputs) or turned)
-    step: Any = Step(torch.arange(3), SimpleNamespace(slot_mapping=torch.zeros(3), copies=None))
+    meta = SimpleNamespace(slot_mapping=torch.zeros(3), copies=None, of_group=lambda group: meta)
+    step: Any = Step(torch.arange(3), meta)
     layer(Normed.computed(torch.zeros(3, 64), torch.zeros(3, 64)), step)
     (q, k, v, rotation, cache, slots), attended = seen
     assert [x.shape for x in (q, k, v)] == [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
