@@ -106,6 +106,16 @@ BACKENDS = {
     "cpu": "cpu.attention:CPUBackend",
     "reference": "attention.backends:ReferenceBackend",
 }
+# `RopeType` by config.json's `rope_type`.
+ROPES = {
+    "default": "attention.rotary:RopeType",
+    "linear": "families.ropes:Linear",
+    "dynamic": "families.ropes:Dynamic",
+    "llama3": "families.ropes:Llama3",
+    "yarn": "families.ropes:Yarn",
+    "longrope": "families.ropes:LongRope",
+    "proportional": "families.ropes:Proportional",
+}
 # The ranks of a model beyond one, as `runner.ranks.OneRank`.
 RANKS: Table[Any] = Table({"processes": "parallel.ranks:Ranks"})
 # What text needs of a model's files.
