@@ -99,6 +99,8 @@ ON_THE_FLY = {
 }
 # What makes the `CacheLayout` of layers that are not all alike.
 LAYOUTS = {"windows": "windows.layout:windowed_layout"}
+# What sets the scales of a KV cache, by the option `kv_cache_dtype`; "auto" has none.
+CALIBRATIONS = {"fp8": "formats.fp8.cache:calibrate"}
 # `AttentionBackend` by its name, fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
 BACKENDS = {
     "triton": "attention.backends:TritonBackend",
