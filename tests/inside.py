@@ -358,7 +358,7 @@ def count_checks(patch: pytest.MonkeyPatch) -> list[int]:
 
 def origin(counters: Counters) -> float:
     """When the counting began, in seconds of `perf_counter`."""
-    return counters._origin
+    return counters.origin
 
 
 def display(progress: Any) -> Any:
