@@ -77,6 +77,8 @@ FAMILIES: dict[str, str] = {
     "Ernie4_5ForCausalLM": "families.ernie:ERNIE",
     "GptOssForCausalLM": "families.gpt_oss:GPT_OSS",
 }
+# Where a model comes from that is no folder or file here.
+MODELS = {"hub": "hub.download:download"}
 # `Checkpoint` by the format of the files; the first that reads a path takes it.
 CHECKPOINTS = {
     "gguf": "formats.gguf.checkpoint:GGUFCheckpoint",
