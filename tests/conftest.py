@@ -33,6 +33,12 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if HAS_GPU else min(os.cpu_count() or 1, MAX_WORKERS)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # xdist would leave files of few tests to the end. Some of these take long, and a worker would
+    # wait for the others; in the order of names the last ones take a second or two.
+    config.option.loadscopereorder = False
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _imports_are_no_garbage() -> None:
     """Each engine that closes collects garbage; without this it would visit a million objects of imports."""

@@ -1,16 +1,18 @@
-"""The checkpoint and the engines that several of these files use."""
+"""The checkpoint and the engines that several of these files use. Fixtures import what takes seconds, because
+some tests run others in processes of their own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from forked_spawn import forked_spawn
-from replica_answers import OPTIONS
-from tiny_models import write_tiny_model
 
-from nanovllm import LLM, demo_model_path
+if TYPE_CHECKING:
+    from nanovllm import LLM
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,19 +24,30 @@ def _processes_share_one_import_of_torch() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """No number of ranks divides the vocabulary of 97, and four ranks share 2 KV heads."""
+    from tiny_models import write_tiny_model
+
     return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def make_llm(replicas: int) -> LLM:
+    """An engine of the demo model."""
+    from replica_answers import OPTIONS
+
+    from nanovllm import LLM, demo_model_path
+
+    return LLM(demo_model_path(), data_parallel_size=replicas, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[LLM]:
     """The demo model."""
-    with LLM(demo_model_path(), **OPTIONS) as llm:
+    with make_llm(1) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[LLM]:
     """The same with two replicas, which are idle at the end."""
-    with LLM(demo_model_path(), data_parallel_size=2, **OPTIONS) as llm:
+    with make_llm(2) as llm:
         yield llm
         assert llm.is_finished()

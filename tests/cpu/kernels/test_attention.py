@@ -85,7 +85,7 @@ def test_block_sizes_are_checked_against_the_backend() -> None:
 
 
 def test_a_layer_gives_its_backend_the_cache_and_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new keys and values are stored first, in the step's slots."""
+    """The new keys and values are stored first, in the slots that the step has for its group."""
     seen: list[tuple[object, ...]] = []
     turned = torch.zeros(3, 4, 16)
     sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 16, "head_dim": 16}
@@ -97,14 +97,16 @@ def test_a_layer_gives_its_backend_the_cache_and_its_scales(monkeypatch: pytest.
     layer.cache = KVCache(torch.zeros(1), torch.zeros(2), torch.ones(3), torch.ones(4))
     monkeypatch.setattr(decoder, "qk_norm_rope_store", lambda *inputs: seen.append(inputs) or turned)
     monkeypatch.setattr(ReferenceBackend, "forward", lambda _, *inputs: seen.append(inputs) or turned)
-    meta = SimpleNamespace(slot_mapping=torch.zeros(3), copies=None, of_group=lambda group: meta)
-    step: Any = Step(torch.arange(3), meta)
+    meta = SimpleNamespace(slot_mapping=torch.zeros(3), copies=None)
+    groups = [None, meta]
+    layer.group = 1
+    step: Any = Step(torch.arange(3), SimpleNamespace(of_group=groups.__getitem__))
     layer(Normed.computed(torch.zeros(3, 64), torch.zeros(3, 64)), step)
     (q, k, v, rotation, cache, slots), attended = seen
     assert [x.shape for x in (q, k, v)] == [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
     assert (rotation.positions, rotation.cos_sin) == (step.positions, layer.rotary.cos_sin)
-    assert (cache, slots) == (layer.cache, step.meta.slot_mapping)
-    assert attended == (turned, layer.cache, step.meta, layer.spec, None)
+    assert (cache, slots) == (layer.cache, meta.slot_mapping)
+    assert attended == (turned, layer.cache, meta, layer.spec, None)
     assert layer.spec.scale == 0.25
 
 

