@@ -77,6 +77,8 @@ FAMILIES: dict[str, str] = {
     "Ernie4_5ForCausalLM": "families.ernie:ERNIE",
     "GptOssForCausalLM": "families.gpt_oss:GPT_OSS",
 }
+# Where a model comes from that is no folder or file here.
+MODELS = {"hub": "hub.download:download"}
 # `Checkpoint` by the format of the files; the first that reads a path takes it.
 CHECKPOINTS = {
     "gguf": "formats.gguf.checkpoint:GGUFCheckpoint",
@@ -99,12 +101,24 @@ ON_THE_FLY = {
 }
 # What makes the `CacheLayout` of layers that are not all alike.
 LAYOUTS = {"windows": "windows.layout:windowed_layout"}
+# What sets the scales of a KV cache, by the option `kv_cache_dtype`; "auto" has none.
+CALIBRATIONS = {"fp8": "formats.fp8.cache:calibrate"}
 # `AttentionBackend` by its name, fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
 BACKENDS = {
     "triton": "attention.backends:TritonBackend",
-    "flash_attn": "attention.backends:FlashAttnBackend",
+    "flash_attn": "flash_attn.backend:FlashAttnBackend",
     "cpu": "cpu.attention:CPUBackend",
     "reference": "attention.backends:ReferenceBackend",
+}
+# `RopeType` by config.json's `rope_type`.
+ROPES = {
+    "default": "attention.rotary:RopeType",
+    "linear": "families.ropes:Linear",
+    "dynamic": "families.ropes:Dynamic",
+    "llama3": "families.ropes:Llama3",
+    "yarn": "families.ropes:Yarn",
+    "longrope": "families.ropes:LongRope",
+    "proportional": "families.ropes:Proportional",
 }
 # The ranks of a model beyond one, as `runner.ranks.OneRank`.
 RANKS: Table[Any] = Table({"processes": "parallel.ranks:Ranks"})

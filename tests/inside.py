@@ -321,9 +321,9 @@ def replace_onednn(
 
 def look_for_flash_attn_again(patch: pytest.MonkeyPatch) -> None:
     """Look for the package at each question instead of once."""
-    from nanovllm.attention import backends
+    from nanovllm.flash_attn import backend
 
-    patch.setattr(backends, "_package", getattr(backends._package, "__wrapped__", backends._package))
+    patch.setattr(backend, "_package", getattr(backend._package, "__wrapped__", backend._package))
 
 
 def keep_families(patch: pytest.MonkeyPatch) -> None:
@@ -358,7 +358,7 @@ def count_checks(patch: pytest.MonkeyPatch) -> list[int]:
 
 def origin(counters: Counters) -> float:
     """When the counting began, in seconds of `perf_counter`."""
-    return counters._origin
+    return counters.origin
 
 
 def display(progress: Any) -> Any:

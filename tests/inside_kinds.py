@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanovllm.attention import rotary
 from nanovllm.formats.fp8.loading import Part
 from nanovllm.formats.int4.method import Int4LinearMethod
 from nanovllm.kernels import activation
@@ -15,7 +14,6 @@ from nanovllm.layers import weights
 from nanovllm.parallel.kernels import all_reduce
 
 E = TypeVar("E", bound=Enum)
-REQUIRED_KEYS = rotary._REQUIRED_KEYS
 KIND_OF, ACTIVATION_KINDS = activation._KIND_OF, activation._KINDS
 bits, check_kind = all_reduce._bits, weights._check_kind
 

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanovllm import demo_model_path
-from nanovllm.engine.stats import Counters, EngineStats
+from nanovllm.engine.stats import Counters
 from nanovllm.jobs.errors import REFUSED, JobRefusedError
 from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.run import run as run_job
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.stats.summary import EngineStats, summary
 
 
 class FakeLLM:
@@ -59,7 +60,7 @@ class FakeLLM:
         return RequestOutput(index, text, [1], None, [answer], error=error, index=index)
 
     def stats(self) -> EngineStats:
-        return Counters().snapshot(0, 0, 0, 0.0)
+        return summary(Counters(), 0, 0, 0, 0.0)
 
     def close(self) -> None:
         pass

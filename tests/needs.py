@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanovllm.attention.backends import FlashAttnBackend, ReferenceBackend, select
+from nanovllm.attention.backends import ReferenceBackend, select
 from nanovllm.device import Device
+from nanovllm.flash_attn.backend import FlashAttnBackend
 
 
 def this_gpu() -> Device:

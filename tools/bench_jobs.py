@@ -25,10 +25,11 @@ from time import perf_counter
 from typing import Any
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.engine.stats import Counters, EngineStats
+from nanovllm.engine.stats import Counters
 from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.run import run as run_job
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.stats.summary import EngineStats, summary
 from tools.benchmark.workloads import QWEN3, Workload, demo, headline, prefixes, write_shape
 
 
@@ -80,7 +81,7 @@ class Nothing:
             yield RequestOutput(str(index), prompt["prompt"], [1], None, [answer], index=index)
 
     def stats(self) -> EngineStats:
-        return Counters().snapshot(0, 0, 0, 0.0)
+        return summary(Counters(), 0, 0, 0, 0.0)
 
     def reset_prefix_cache(self) -> None:
         pass

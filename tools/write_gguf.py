@@ -21,7 +21,6 @@ import gguf
 import numpy as np
 import torch
 
-from nanovllm.attention.rotary import attention_factor
 from nanovllm.kernels.activation import Activation
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.hf_config import HFConfig
@@ -175,7 +174,7 @@ def check(model: ModelConfig) -> None:
     }
     if rope is not None:
         plain = replace(rope, attention_factor=None, mscale=None, mscale_all_dim=None)
-        scaled, untouched = attention_factor(rope), attention_factor(plain)
+        scaled, untouched = (each.kind.attention_factor(each) for each in (rope, plain))
         bounds = rope.low_freq_factor, rope.high_freq_factor
         wrong |= {
             f"rope type {rope.rope_type!r}": rope.rope_type not in _ROPES,

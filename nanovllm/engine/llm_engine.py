@@ -19,7 +19,7 @@ from nanovllm.engine.executor import Executor, Stepped
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.requests import check_can_run, refused_output
 from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
-from nanovllm.engine.stats import Counters, EngineStats, StepStats
+from nanovllm.engine.stats import Counters, StepStats
 from nanovllm.errors import BadRow, attempt, raise_first
 from nanovllm.inputs import PromptLike, calls_of_llm
 from nanovllm.lifecycle import Lifecycle
@@ -101,14 +101,6 @@ class LLMEngine:
         ValueError or TypeError if a value there is wrong.
         """
         return recommended_params(self._defaults)
-
-    def stats(self) -> EngineStats:
-        """Return totals since the engine's start; printing them gives a summary of a few lines.
-
-        Any thread may call this at any time: within `on_step`, while a stream is open, and after `close`.
-        With replicas, the sums over all of them; seconds are divided by their number.
-        """
-        return self._counters.snapshot(*self._executor.load)
 
     # -- one request at a time ---------------------------------------------------------------------------
 

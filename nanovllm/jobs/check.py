@@ -31,7 +31,6 @@ from nanovllm.engine.startup import (
     recommended_params,
     resolve_max_model_len,
 )
-from nanovllm.engine.stats import counted
 from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, caught_signals, refusing
 from nanovllm.jobs.job import engine_options, find_files, make_format, open_job
@@ -41,6 +40,7 @@ from nanovllm.jobs.sources import Input, SourceRow, Values
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task
 from nanovllm.models.registry import load_model_config
 from nanovllm.params import SamplingParams
+from nanovllm.stats.summary import counted
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, parse_prompt
 

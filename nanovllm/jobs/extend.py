@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanovllm.engine.stats import counted
 from nanovllm.errors import attempt
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.job import STDIN, copied, open_job
 from nanovllm.jobs.journal import chunks, hash_file
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.sources import Input, Source, SourceRow
+from nanovllm.stats.summary import counted
 
 
 def files_of(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
-from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import JobFailedError
 from nanovllm.side_files import open_own, replaced, sync_folder
+from nanovllm.stats.summary import counted
 
 KEPT_ERRORS = 200  # the number that a report lists
 _SYNC_SECONDS = 1.0  # after this time an answer survives a power cut; it survives `kill -9` at once

@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, TextIO
 
 from nanovllm.batch import StepKind
 from nanovllm.engine.progress import LINE_SECONDS, in_notebook
-from nanovllm.engine.stats import EngineStats, StepStats, TimelinePoint, counted, short
+from nanovllm.engine.stats import StepStats, short
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.sources import Source
 from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput, unlisted
+from nanovllm.stats.summary import EngineStats, TimelinePoint, coarser, counted
 
 _DRAW_SECONDS = 0.2  # in a terminal
 _LOOK_SECONDS, _NOTE_SECONDS = 0.1, 0.5  # between looks at the clock, and notes of the last minute
@@ -31,11 +32,9 @@ _NOTEBOOK_COLUMNS = 100  # of a line in a notebook, which has no width
 _CLEAR = "\r\x1b[K"
 _SAVE_SECONDS = 30.0
 MAX_POINTS = 200  # of the timeline that the journal holds
-# Fields of EngineStats that add up, and those of TimelinePoint that are means over seconds and over steps.
+# Fields of EngineStats that add up.
 _ADDED = {"uptime", "prefill_seconds", "decode_seconds", "num_prefill_steps", "num_decode_steps"}
 _ADDED |= {"num_computed_tokens", "num_cached_tokens", "num_decoded_tokens", "num_preemptions"}
-_OVER_SECONDS = {"output_tokens_per_s", "prefill_tokens_per_s"}
-_OVER_STEPS = {"step_ms", "batch_size", "num_running", "num_waiting", "kv_cache_usage"}
 
 
 class Display:
@@ -326,23 +325,24 @@ class History:
 
     def whole(self, stats: EngineStats) -> EngineStats:
         """The statistics of all runs; `stats` are those of this one. Its time axis leaves out pauses."""
-        output = self._output
-        counts: dict[str, Any] = {
-            "num_requests": output.num_requests + stats.num_unfinished_requests,
-            "num_finished_requests": output.num_requests,
-            "num_prompt_tokens": output.prompt_tokens,
-            "num_output_tokens": output.output_tokens,
-        }
-        if self._before is None:
-            return replace(stats, **counts) if self.marks else stats
-        before = self._before
+        output, before = self._output, self._before
+        if before is None and not self.marks:
+            return stats
+        stats = replace(
+            stats,
+            num_requests=output.num_requests + stats.num_unfinished_requests,
+            num_finished_requests=output.num_requests,
+            num_prompt_tokens=output.prompt_tokens,
+            num_output_tokens=output.output_tokens,
+        )
+        if before is None:
+            return stats
         shifted = [replace(each, time=each.time + before.uptime) for each in stats.points]
         steps = before.num_decode_steps + stats.num_decode_steps
         rows = sum(each.decode_batch_size * each.num_decode_steps for each in (before, stats))
         return replace(
             stats,
             **{name: getattr(before, name) + getattr(stats, name) for name in _ADDED},
-            **counts,
             start_time=stats.start_time - before.uptime,
             peak_kv_cache_usage=max(before.peak_kv_cache_usage, stats.peak_kv_cache_usage),
             decode_batch_size=rows / (steps or 1),
@@ -363,26 +363,6 @@ class History:
         with suppress(OSError):
             self._journal.update(statistics={"resumed_at": self.marks, "stats": _written(whole)})
         self._due = self._clock() + _SAVE_SECONDS
-
-
-def coarser(points: Iterable[TimelinePoint], length: float) -> list[TimelinePoint]:
-    """The timeline with one point for each interval of `length` seconds."""
-    groups: dict[int, list[TimelinePoint]] = {}
-    for each in points:
-        groups.setdefault(int(each.time / length), []).append(each)
-    return [_joined(group, index * length) for index, group in groups.items()]
-
-
-def _joined(group: list[TimelinePoint], time: float) -> TimelinePoint:
-    values: dict[str, Any] = {}
-    for name in (each.name for each in fields(TimelinePoint)):
-        weight = "seconds" if name in _OVER_SECONDS else "num_steps" if name in _OVER_STEPS else None
-        if weight is None:
-            values[name] = sum(getattr(each, name) for each in group)
-        else:
-            total = sum(getattr(each, weight) for each in group)
-            values[name] = sum(getattr(each, name) * getattr(each, weight) for each in group) / total
-    return TimelinePoint(**values | {"time": time})
 
 
 def _written(stats: EngineStats) -> dict[str, Any]:

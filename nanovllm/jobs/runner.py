@@ -15,7 +15,6 @@ from itertools import groupby, islice, pairwise
 from sys import getsizeof
 from typing import Any, TypeAlias, TypeVar
 
-from nanovllm.engine.stats import counted
 from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.errors import TOO_MANY_ERRORS, JobFailedError, Signals
 from nanovllm.jobs.output import Output
@@ -23,6 +22,7 @@ from nanovllm.jobs.progress import JobProgress, Work
 from nanovllm.jobs.sources import Input, SourceRow
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task, as_prompt
 from nanovllm.params import SamplingParams
+from nanovllm.stats.summary import counted
 
 _EMBED_ROWS = 256  # rows in one call of `embed`
 _RENDER_ROWS = 64  # rows whose conversations are rendered at once

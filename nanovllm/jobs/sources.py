@@ -19,9 +19,9 @@ from sys import getsizeof
 from types import MappingProxyType
 from typing import Any, BinaryIO, NoReturn, TypeAlias
 
-from nanovllm.engine.stats import counted
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.packed import open_rows, unpacked_size
+from nanovllm.stats.summary import counted
 
 MAX_ROW_BYTES = 8 * 2**20  # a longer row is an error row
 MAX_NESTING = 100  # depth of lists and objects; near 1,000 Python can no longer print or write them

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nanovllm import doors
 from nanovllm.doors import Table
-from nanovllm.errors import ModelLoadError
-from nanovllm.models.checkpoint import CONFIG_FILE, MODELOPT_FILE, MODULES_FILE, Checkpoint, shortened
+from nanovllm.models.checkpoint import CONFIG_FILE, MODELOPT_FILE, Checkpoint, shortened
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.quantization.registry import supported_quantizations
 
 _FAMILIES: Table[ModelFamily] = Table(doors.FAMILIES)
 FORMATS: Table[type[Checkpoint]] = Table(doors.CHECKPOINTS)  # the first that reads a path takes it
-_TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
-_HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_ELSEWHERE: Table[Callable[[str, Hub, str], Path]] = Table(doors.MODELS)  # asked if it is not here
 
 
 def register_model(architecture: str, family: ModelFamily) -> None:
@@ -101,35 +96,7 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
         raise ValueError(
             f"{kind} {str(name)!r} is a file; pass the folder that holds {what}, or a .gguf file"
         )
-    if not _HUB_ID.fullmatch(str(name)):
-        raise ValueError(
-            f"{kind} folder {str(path)!r} does not exist, and it is not a hub id (organisation/name)"
-        )
-    patterns = [*_TOKENIZER_PATTERNS, *(["*.safetensors"] if kind == "model" else [])]
-    import huggingface_hub  # here, because most models are folders and this takes half a second
-
-    download = partial(
-        huggingface_hub.snapshot_download,
-        *(str(name),),
-        revision=hub.revision,
-        cache_dir=hub.download_dir,
-        token=hub.token,
-    )
-    try:
-        found = download(
-            allow_patterns=[*patterns, *(["*.py"] if hub.code else [])], ignore_patterns=_HUB_IGNORED
-        )
-        if kind == "model" and (Path(found) / MODULES_FILE).is_file():  # its folders hold settings
-            found = download(allow_patterns=["*_*/config.json"], ignore_patterns=["*/*/*"])
-    except Exception as error:  # errors of the hub client, its HTTP library or the system
-        fix = "" if "/" in str(name) else "; a hub id mostly has an organisation, such as Qwen/Qwen3-0.6B"
-        raise ModelLoadError(
-            f"{kind} {str(name)!r} is not a folder here{fix}, and the Hugging Face hub did not deliver it "
-            f"({type(error).__name__}: {error}). Check the spelling and the network (with HF_HUB_OFFLINE=1 "
-            "only models downloaded before are found), or download it on another machine with "
-            f"`hf download {name} --local-dir FOLDER` and pass the folder"
-        ) from error
-    return Path(found)
+    return _ELSEWHERE["hub"](str(name), hub, kind)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -121,8 +121,8 @@ class BlockManager:
             most = needed if self.groups[group].policy.keeps_all else count + (cells > 0)
             self._take(table, most - count, group, roomy)
             if cells:
-                own = sources[group] - self.pool.offsets[group]
-                self._copy(self._copied[group], own, table[count], cells)
+                number = sources[group] - self.pool.offsets[group]
+                self._copy(self._copied[group], number, table[count], cells)
         self.num_cached_tokens += seq.num_computed_tokens
         seq.num_hashed_blocks = count
         return True
@@ -315,7 +315,7 @@ class BlockManager:
             parent = self._chain_of(hits[-1]) if hits else ROOT
         start = len(hits) * size
         nearest, cells = self._tree.nearest(parent, seq.token_bytes(start, min(most, start + size)))
-        if nearest is None or any([nearest.block not in twins for twins in self._twins[1:]]):
+        if nearest is None or any(nearest.block not in twins for twins in self._twins[1:]):
             return Found(hits)
         return Found(hits, nearest.block, cells)
 

@@ -11,8 +11,8 @@ from time import perf_counter
 
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import INTERVAL_SECONDS, MAX_INTERVALS
+from nanovllm.stats.calls import StatsCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class GPUMonitor:
     readable text; None if nothing is wrong.
     """
 
-    def __init__(self, llm: LLMEngine) -> None:
+    def __init__(self, llm: StatsCalls) -> None:
         self.why_not: str | None = None
         stats = llm.stats()
         # Plus a time of perf_counter this gives seconds since 1970, as in the timeline. A change of the

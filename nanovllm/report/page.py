@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config, versions
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.stats import EngineStats, TimelinePoint, counted
 from nanovllm.report.answers import Answers, answers_section, bars
 from nanovllm.report.chart import FONT, STYLE, Chart, Run, clean
 from nanovllm.report.gpu import GPUMonitor, GPUSample, devices_of
 from nanovllm.report.roofline import Cost, Speed, roofline_of
 from nanovllm.side_files import check_name, replaced
+from nanovllm.stats.calls import StatsCalls
+from nanovllm.stats.summary import EngineStats, TimelinePoint, counted
 
 MAX_ERROR_ROWS = 200  # rows of the table
 MAX_CELL_CHARACTERS = 1000  # of a cell
@@ -58,7 +58,7 @@ pre {{ font: inherit; white-space: pre-wrap; margin: 4px 0; max-height: 16em; ov
 
 def write_report(
     path: str | os.PathLike[str],
-    llm: LLMEngine,
+    llm: StatsCalls,
     *,
     errors: Iterable[tuple[object, str]] = (),
     num_errors: int | None = None,
@@ -106,14 +106,14 @@ def check_path(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"the report {str(path)!r} cannot be written: {str(target.parent)!r} is read-only")
 
 
-def charts(llm: LLMEngine, gpu: GPUMonitor | None = None) -> dict[str, Chart]:
+def charts(llm: StatsCalls, gpu: GPUMonitor | None = None) -> dict[str, Chart]:
     """The charts of the page, by title. A notebook displays each as a picture."""
     samples = gpu.samples if gpu is not None else ()
     return {chart.title: chart for chart in charts_of(llm.stats(), roofline_of(llm), samples)}
 
 
 def make_report(
-    llm: LLMEngine,
+    llm: StatsCalls,
     *,
     errors: Iterable[tuple[object, str]] = (),
     num_errors: int | None = None,
@@ -265,7 +265,7 @@ def _shown(value: object) -> str:
     return escape(clean(content))
 
 
-def _model_facts(llm: LLMEngine) -> dict[str, object]:
+def _model_facts(llm: StatsCalls) -> dict[str, object]:
     """Model, shape, devices and lengths, by name, as readable text."""
     model, devices = llm.model_config, devices_of(llm.config)
     dtype = str(devices[0].resolve_dtype(llm.config.dtype, model.dtype)).removeprefix("torch.")

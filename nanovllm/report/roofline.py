@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.stats import TimelinePoint, attention_pairs
+from nanovllm.engine.stats import attention_pairs
 from nanovllm.models.config import ModelConfig
 from nanovllm.moe.layers import MoESpec
 from nanovllm.report.gpu import devices_of
+from nanovllm.stats.summary import TimelinePoint
 
 # Measured bytes/s of a pure read and bf16 FLOP/s of a large matrix product, torch 2.11.
 # tools/measure_device.py prints such a line.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 import torch
@@ -216,35 +215,3 @@ def attach(
             k, v = (part(layer.spec, each, *place) for each in memory)
         layer.cache = layer.cache._replace(k=k, v=v)
         layer.group = group
-
-
-def scratch_in(kv_cache: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Contiguous zeros of `shape` and `dtype`, in the memory of `kv_cache` if that is large enough."""
-    num_bytes = prod(shape) * dtype.itemsize
-    if num_bytes > kv_cache.nbytes:
-        return torch.zeros(shape, dtype=dtype, device=kv_cache.device)
-    return kv_cache.flatten().view(torch.uint8)[:num_bytes].zero_().view(dtype).view(shape)
-
-
-def set_scales(
-    layers: Sequence[Attention], contents: Sequence[tuple[torch.Tensor, ...]], dtype: torch.dtype
-) -> None:
-    """Set each layer's scales for a cache of `dtype`, per KV head, from `contents`, each layer's keys
-    and values.
-
-    The largest value maps to a quarter of the largest value of `dtype`; later values beyond the range are
-    clamped. Existing scales keep their addresses, which CUDA graphs hold.
-    """
-    for layer, cells in zip(layers, contents, strict=True):
-        source = layer.spec.kv_from
-        if source is not None:
-            k_scale, v_scale = layers[source].cache[2:]
-        else:
-            largest = (each.float().abs().amax(dim=(0, 1, 3)) for each in cells)
-            k_scale, v_scale = ((each / (torch.finfo(dtype).max / 4)).clamp(min=1e-6) for each in largest)
-        if layer.cache.k_scale is None or layer.cache.v_scale is None:
-            layer.cache = layer.cache._replace(k_scale=k_scale, v_scale=v_scale)
-        else:
-            assert k_scale is not None and v_scale is not None, "an earlier layer has its scales"
-            layer.cache.k_scale.copy_(k_scale)
-            layer.cache.v_scale.copy_(v_scale)

@@ -14,16 +14,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nanovllm import doors
 from nanovllm.attention.backends import resolve_block_size, select
 from nanovllm.attention.base import SharedPrefixes, cache_dtype
 from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, StepSize, TokenMasks
 from nanovllm.config import Config
 from nanovllm.device import Device, cpu_door, has_cpu_kernels
+from nanovllm.doors import Table
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.kernels.decode_attention import least_chunk
 from nanovllm.kernels.last_tokens import take_tokens
 from nanovllm.kernels.logits import WORD
-from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.stream import Group
 from nanovllm.layers.weights import allocate
 from nanovllm.models.config import ModelConfig
@@ -40,17 +41,15 @@ from nanovllm.runner.inputs import (
     prepare_prefill,
 )
 from nanovllm.runner.memory import (
-    CALIBRATION_TOKENS,
     CacheLayout,
     KVCacheSpace,
     attach,
     equal_batch,
-    scratch_in,
-    set_scales,
 )
 from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
 
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
+CALIBRATIONS: Table[Callable[[ModelRunner], None]] = Table(doors.CALIBRATIONS)
 
 
 class ModelRunner:
@@ -119,35 +118,10 @@ class ModelRunner:
 
     # -- start-up ----------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def calibrate_kv_cache(self) -> None:
-        """Set the scales of an FP8 cache, per layer and KV head, from the K/V of a fixed random prompt.
-
-        The scales are the same for every start with one `max_model_len`, and number of ranks. The content of
-        the KV cache is lost.
-        """
-        if self.cache_dtype == self.dtype:
-            return
-        num_tokens = min(CALIBRATION_TOKENS, self.max_model_len)
-        layers, kept = self.model.attention_layers, self.kv_cache
-        layout, self.layout = self.layout, CacheLayout.plain([layer.spec for layer in layers])
-        shape = self.layout.shape(-(-num_tokens // self.block_size), self.block_size)
-        self.kv_cache = scratch_in(kept, shape, self.dtype)  # zeros: unwritten positions must not count
-        caches = [layer.cache for layer in layers]
-        for layer in layers:
-            layer.cache = KVCache(*layer.cache[:2])  # without scales
-        attach(layers, self.kv_cache, self.layout)
-        rng = np.random.default_rng(0)
-        token_ids = rng.integers(self.model_config.vocab_size, size=num_tokens, dtype=np.int32)
-        for start in range(0, num_tokens, self.config.max_num_batched_tokens):
-            chunk = token_ids[start : start + self.config.max_num_batched_tokens]
-            batch = self._equal_batch(StepKind.PREFILL, 1, len(chunk), start + len(chunk))
-            self.run(replace(batch, token_ids=chunk))
-        contents = [layer.cache[:2] for layer in layers]
-        for layer, cache, group in zip(layers, caches, layout.group_of, strict=True):
-            layer.cache, layer.group = cache, group
-        set_scales(layers, contents, self.cache_dtype)
-        self.kv_cache, self.layout = kept, layout
+        """Set the scales of a KV cache in another dtype than the model's. Its content is lost."""
+        if self.cache_dtype != self.dtype:
+            CALIBRATIONS[self.config.kv_cache_dtype](self)
 
     def warmup_model(self) -> int:
         """Run the largest steps once; return the bytes that they need besides weights and KV cache."""
@@ -173,10 +147,11 @@ class ModelRunner:
     def _warmup_peak(self, kind: StepKind, num_seqs: int, query_len: int, context_len: int) -> int:
         """Run a step of equal sequences with the costliest sampling; return its peak of additional bytes."""
         self.device.reset_peak()
-        self.run(self._equal_batch(kind, num_seqs, query_len, context_len))
+        self.run(self.equal_batch(kind, num_seqs, query_len, context_len))
         return self.device.peak_above_current()
 
-    def _equal_batch(self, kind: StepKind, num_seqs: int, query_len: int, context_len: int) -> Batch:
+    def equal_batch(self, kind: StepKind, num_seqs: int, query_len: int, context_len: int) -> Batch:
+        """As `equal_batch` of `memory.py`, in the blocks that there are, for all groups of layers."""
         num_blocks = self.kv_cache.shape[2]
         batch = equal_batch(kind, num_seqs, query_len, context_len, self.block_size, num_blocks)
         return replace(batch, tables=batch.tables * len(self.layout.groups))

@@ -22,6 +22,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.residency.calls import ResidencyCalls
 from nanovllm.residency.runner import FailedCall, RankView
+from nanovllm.stats.calls import StatsCalls
 from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, parse_prompts, show
 from nanovllm.vllm.metrics import RequestTimes, engine_metrics
 
@@ -32,7 +33,7 @@ _Engine = TypeVar("_Engine", bound="VLLMCalls")
 
 
 @calls_of_llm
-class VLLMCalls(ChatCalls, ResidencyCalls):
+class VLLMCalls(ChatCalls, ResidencyCalls, StatsCalls):
     """An engine with vLLM's further calls."""
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:

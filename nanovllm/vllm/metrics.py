@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from nanovllm.engine.stats import EngineStats
 from nanovllm.metrics import Counter, Gauge, Histogram, Metric
 from nanovllm.outputs import RequestMetrics, RequestOutput, unlisted
+from nanovllm.stats.summary import EngineStats
 
 _FIRST_TOKEN = [
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0),

@@ -19,9 +19,9 @@ from tensors import BF16, F16, F32, FP8, assert_near
 from tiny_models import MORE_FAMILIES, transformers_greedy, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.backends import FlashAttnBackend
 from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
 from nanovllm.batch import PADDING
+from nanovllm.flash_attn.backend import FlashAttnBackend
 from nanovllm.kernels.attention_reference import (
     paged_decode_attention_reference,
     paged_prefill_attention_reference,

@@ -9,7 +9,8 @@ import inside
 import pytest
 
 from nanovllm.batch import StepKind
-from nanovllm.engine.stats import INTERVAL_SECONDS, MAX_INTERVALS, Counters, EngineStats, StepStats
+from nanovllm.engine.stats import INTERVAL_SECONDS, MAX_INTERVALS, Counters, StepStats
+from nanovllm.stats.summary import EngineStats, summary
 
 
 def step(num_seqs: int = 2, decode: bool = True, seconds: float = 0.5) -> StepStats:
@@ -22,7 +23,7 @@ def recorded(steps: list[tuple[float, StepStats]]) -> EngineStats:
     counters = Counters()
     for time, each in steps:
         counters.record(each, inside.origin(counters) + time)
-    return counters.snapshot(0, 0, 0, 0.0)
+    return summary(counters, 0, 0, 0, 0.0)
 
 
 def test_a_point_holds_means_and_rates() -> None:

@@ -11,7 +11,8 @@ from checked_llm import make_tiny, run
 
 from nanovllm import SamplingParams
 from nanovllm.batch import StepKind
-from nanovllm.engine.stats import EngineStats, StepStats
+from nanovllm.engine.stats import StepStats
+from nanovllm.stats.summary import EngineStats
 
 PREFILL, DECODE = StepKind.PREFILL, StepKind.DECODE
 

@@ -13,10 +13,10 @@ from jobs import run, write_rows
 from report_pages import SVG, named, parse, pictures, rows, words
 
 from nanovllm import LLM, demo_model_path
-from nanovllm.engine.stats import TimelinePoint
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.output import Output
-from nanovllm.jobs.progress import MAX_POINTS, History, coarser
+from nanovllm.jobs.progress import MAX_POINTS, History
+from nanovllm.stats.summary import TimelinePoint, coarser
 
 SAMPLING = "temperature=0,max_tokens=8"
 

@@ -20,7 +20,6 @@ from test_needs import GPU
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.attention.backends import (
-    FlashAttnBackend,
     ReferenceBackend,
     TritonBackend,
     resolve_block_size,
@@ -32,6 +31,7 @@ from nanovllm.cpu import isa
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
 from nanovllm.engine.startup import open_model
 from nanovllm.families.llama import LLAMA
+from nanovllm.flash_attn.backend import FlashAttnBackend
 from nanovllm.kernels import attention_reference
 from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.stream import HeadsNorm, Step

@@ -19,7 +19,7 @@ from tensors import BF16, F16, F32, FP8, randn
 from tiny_models import write_tiny_model
 
 from nanovllm.attention.base import cache_dtype
-from nanovllm.attention.rotary import RopeConfig, attention_factor, rope_table
+from nanovllm.attention.rotary import ROPES, RopeConfig, rope_table
 from nanovllm.batch import EMPTY_BATCH
 from nanovllm.cpu import isa
 from nanovllm.cpu.integers import IntegerConfig
@@ -130,23 +130,23 @@ def test_triton_kernels_refuse_a_new_activation(mlp: ExpertMLP) -> None:
 # -- rope and norms -----------------------------------------------------------------------------------------
 
 
-def test_a_new_rope_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(inside_kinds.REQUIRED_KEYS, "new", ())
-    refused(lambda: RopeConfig.from_dict({"rope_type": "new"}, 10000.0, 64))
+def test_a_new_rope_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="rope type 'new' is not supported; supported: default, linear"):
+        RopeConfig.from_dict({"rope_type": "new"}, 10000.0, 64)
     config = RopeConfig("new", original_max_position=64)
     for call in (
         lambda: config.max_position(64),
         lambda: rope_table(config, 16, 8),
-        lambda: attention_factor(config),
+        lambda: config.longest_fixed,
     ):
         refused(call)
 
 
 def test_known_rope_types_have_all() -> None:
-    for kind in inside_kinds.REQUIRED_KEYS:
+    for kind in ROPES:
         factors = (1.0,) * 8
         config = RopeConfig(kind, original_max_position=64, short_factor=factors, long_factor=factors)
-        assert config.max_position(64) == 64 and attention_factor(config) > 0
+        assert config.max_position(64) == 64 and config.kind.attention_factor(config) > 0
         assert rope_table(config, 16, 8).isfinite().all()
 
 

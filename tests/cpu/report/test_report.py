@@ -29,12 +29,13 @@ from report_pages import (
 
 from nanovllm import SamplingParams
 from nanovllm.batch import StepKind
-from nanovllm.engine.stats import Counters, EngineStats, StepStats, attention_pairs
+from nanovllm.engine.stats import Counters, StepStats, attention_pairs
 from nanovllm.report import charts, make_report, write_report
 from nanovllm.report.chart import STYLE, Axis, Chart, time_unit
 from nanovllm.report.gpu import GPUSample
 from nanovllm.report.page import MAX_CELL_CHARACTERS, MAX_ERROR_ROWS, charts_of
 from nanovllm.report.roofline import KNOWN_DEVICES, Cost, Speed, roofline_of
+from nanovllm.stats.summary import EngineStats, summary
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +272,7 @@ def recorded(steps: list[tuple[float, StepStats]]) -> EngineStats:
     counters = Counters()
     for when, step in steps:
         counters.record(step, inside.origin(counters) + when)
-    return counters.snapshot(0, 0, 0, 0.0)
+    return summary(counters, 0, 0, 0, 0.0)
 
 
 def test_a_line_is_broken_where_no_step_ran() -> None:

@@ -1,0 +1,81 @@
+"""The scales of an FP8 cache: K/V are divided by a scale, one for each layer and KV head.
+
+Computes them once at a start, and after an update of the weights. Attention backends multiply by a scale as
+they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import torch
+
+from nanovllm.batch import StepKind
+from nanovllm.kernels.paged import KVCache
+from nanovllm.models.decoder import Attention
+from nanovllm.runner.memory import CALIBRATION_TOKENS, CacheLayout, attach
+from nanovllm.runner.model_runner import ModelRunner
+
+
+@torch.inference_mode()
+def calibrate(runner: ModelRunner) -> None:
+    """Set the scales of `runner`'s cache from the K/V of a fixed random prompt.
+
+    The scales are the same for every start with one `max_model_len`, and number of ranks. The content of the
+    KV cache is lost.
+    """
+    num_tokens = min(CALIBRATION_TOKENS, runner.max_model_len)
+    layers, kept = runner.model.attention_layers, runner.kv_cache
+    layout, runner.layout = runner.layout, CacheLayout.plain([layer.spec for layer in layers])
+    shape = runner.layout.shape(-(-num_tokens // runner.block_size), runner.block_size)
+    runner.kv_cache = _scratch_in(kept, shape, runner.dtype)  # zeros: unwritten positions must not count
+    caches = [layer.cache for layer in layers]
+    for layer in layers:
+        layer.cache = KVCache(layer.cache.k, layer.cache.v)  # without scales
+    attach(layers, runner.kv_cache, runner.layout)
+    rng = np.random.default_rng(0)
+    token_ids = rng.integers(runner.model_config.vocab_size, size=num_tokens, dtype=np.int32)
+    for start in range(0, num_tokens, runner.config.max_num_batched_tokens):
+        chunk = token_ids[start : start + runner.config.max_num_batched_tokens]
+        batch = runner.equal_batch(StepKind.PREFILL, 1, len(chunk), start + len(chunk))
+        runner.run(replace(batch, token_ids=chunk))
+    contents = [layer.cache[:2] for layer in layers]
+    for layer, cache, group in zip(layers, caches, layout.group_of, strict=True):
+        layer.cache, layer.group = cache, group
+    _set_scales(layers, contents, runner.cache_dtype)
+    runner.kv_cache, runner.layout = kept, layout
+
+
+def _scratch_in(kv_cache: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Contiguous zeros of `shape` and `dtype`, in the memory of `kv_cache` if that is large enough."""
+    num_bytes = prod(shape) * dtype.itemsize
+    if num_bytes > kv_cache.nbytes:
+        return torch.zeros(shape, dtype=dtype, device=kv_cache.device)
+    return kv_cache.flatten().view(torch.uint8)[:num_bytes].zero_().view(dtype).view(shape)
+
+
+def _set_scales(
+    layers: Sequence[Attention], contents: Sequence[tuple[torch.Tensor, ...]], dtype: torch.dtype
+) -> None:
+    """Set each layer's scales for a cache of `dtype`, per KV head, from `contents`, each layer's keys
+    and values.
+
+    The largest value maps to a quarter of the largest value of `dtype`; later values beyond the range are
+    clamped. Existing scales keep their addresses, which CUDA graphs hold.
+    """
+    for layer, cells in zip(layers, contents, strict=True):
+        source = layer.spec.kv_from
+        if source is not None:
+            k_scale, v_scale = layers[source].cache[2:]
+        else:
+            largest = (each.float().abs().amax(dim=(0, 1, 3)) for each in cells)
+            k_scale, v_scale = ((each / (torch.finfo(dtype).max / 4)).clamp(min=1e-6) for each in largest)
+        if layer.cache.k_scale is None or layer.cache.v_scale is None:
+            layer.cache = layer.cache._replace(k_scale=k_scale, v_scale=v_scale)
+        else:
+            assert k_scale is not None and v_scale is not None, "an earlier layer has its scales"
+            layer.cache.k_scale.copy_(k_scale)
+            layer.cache.v_scale.copy_(v_scale)
