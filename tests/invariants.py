@@ -26,6 +26,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert queued == sorted(state.unfinished), "a request is lost or queued twice"
     for seq in scheduler.waiting:
         assert seq.status is SequenceStatus.WAITING and not seq.tables and seq.slot == NO_SLOT, seq
+    for seq in [*scheduler.running, *ending]:
+        assert seq.capacity == len(seq.tables[0]) * scheduler.block_manager.block_size, seq
     for seq in ending:
         assert seq.status is SequenceStatus.ENDING and seq.slot == NO_SLOT, seq
         assert seq.num_tokens == seq.max_tokens_total, f"{seq} is not complete"

@@ -66,6 +66,7 @@ class BlockManager:
         self.groups, self._chunk = groups, chunk
         self.keeps_all = all(each.policy.keeps_all for each in groups)  # else see `extend`
         self.pool = BlockPool[CachedBlock | Twin](num_blocks, [g.per_slab for g in groups], self._forget)
+        self._offsets = self.pool.offsets[:-1]
         self._share_outputs = share_outputs
         self._tree = PrefixTree()
         # The twins in each group by their block in the first one; none are noted for the first itself.
@@ -106,8 +107,8 @@ class BlockManager:
         count = len(hits)
         seq.chain = self._chain_of(hits[-1]) if hits else ROOT
         seq.num_computed_tokens = count * self.block_size + cells
-        share, sources = self.pool.share, []
-        for group, offset in enumerate(self.pool.offsets[:-1]):
+        share, take, sources = self.pool.share, self.pool.take, []
+        for group, offset in enumerate(self._offsets):
             first, kept = self._kept(seq.num_computed_tokens, hits, group)
             for block in kept:
                 share(block)
@@ -119,24 +120,22 @@ class BlockManager:
         self._pinned += sources
         for group, table in enumerate(seq.tables):
             most = needed if self.groups[group].policy.keeps_all else count + (cells > 0)
-            self._take(table, most - count, group, roomy)
+            offset = self._offsets[group]
+            table.extend([take(group, roomy) - offset for _ in range(count, most)])
             if cells:
-                number = sources[group] - self.pool.offsets[group]
-                self._copy(self._copied[group], number, table[count], cells)
+                self._copy(self._copied[group], sources[group] - offset, table[count], cells)
+        seq.capacity = len(seq.tables[0]) * self.block_size
         self.num_cached_tokens += seq.num_computed_tokens
         seq.num_hashed_blocks = count
         return True
-
-    def _take(self, table: list[int], count: int, group: int, spread: bool) -> None:
-        take, offset = self.pool.take, self.pool.offsets[group]
-        for _ in range(count):
-            table.append(take(group, spread) - offset)
 
     def _kept(self, position: int, hits: list[int], group: int) -> tuple[int, list[int]]:
         """The first block of these leading ones that the token at `position` or a later one reads in a group,
         and that and the following ones there."""
         policy, twins = self.groups[group].policy, self._twins[group]
-        first = 0 if policy.keeps_all else min(policy.first_read(position, self.block_size), len(hits))
+        if policy.keeps_all and group == 0:
+            return 0, hits
+        first = min(policy.first_read(position, self.block_size), len(hits))
         return first, [twins[block] for block in hits[first:]] if group else hits[first:]
 
     def take_copies(self) -> tuple[np.ndarray, ...]:
@@ -166,7 +165,9 @@ class BlockManager:
         if self.pool.slabs_for(new) > len(self.pool.free_slabs):
             return False
         for group, table in enumerate(seq.tables):
-            self._take(table, new[group], group, spread=True)
+            offset = self._offsets[group]
+            table.extend([self.pool.take(group, spread=True) - offset for _ in range(new[group])])
+        seq.capacity = len(seq.tables[0]) * self.block_size
         return True
 
     def release(self, seq: Sequence) -> None:
@@ -188,12 +189,12 @@ class BlockManager:
             self.register(seq, rest=True)
         drop = self.pool.drop
         for group in reversed(range(len(seq.tables))):
-            offset = self.pool.offsets[group]
+            offset = self._offsets[group]
             for block in reversed(seq.tables[group]):
                 if block != PADDING:
                     drop(block + offset)
         seq.tables = []
-        seq.num_computed_tokens = 0
+        seq.capacity = seq.num_computed_tokens = 0
         seq.num_hashed_blocks = 0
         seq.chain = ROOT
 
@@ -315,7 +316,9 @@ class BlockManager:
             parent = self._chain_of(hits[-1]) if hits else ROOT
         start = len(hits) * size
         nearest, cells = self._tree.nearest(parent, seq.token_bytes(start, min(most, start + size)))
-        if nearest is None or any(nearest.block not in twins for twins in self._twins[1:]):
+        if nearest is None:
+            return Found(hits)
+        if self._has_twins and any(nearest.block not in twins for twins in self._twins[1:]):
             return Found(hits)
         return Found(hits, nearest.block, cells)
 

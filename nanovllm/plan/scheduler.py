@@ -271,7 +271,6 @@ class Scheduler:
         return seq
 
     def _schedule_decode(self) -> Batch | None:
-        block_size = self.block_manager.block_size
         seqs: list[Sequence] = []
         context_lens: list[int] = []
         index = 0
@@ -279,7 +278,7 @@ class Scheduler:
             seq = self.running[index]
             index += 1
             num_tokens = len(seq.token_ids) + seq.num_pending_tokens
-            if num_tokens > len(seq.tables[0]) * block_size and not self._grow(seq):
+            if num_tokens > seq.capacity and not self._grow(seq):
                 continue
             seq.num_computed_tokens = num_tokens
             seq.num_pending_tokens += 1

@@ -47,6 +47,7 @@ class Sequence:
     num_cached_tokens: int | None = None  # at first admission
     num_preemptions: int = 0
     tables: list[list[int]] = field(default_factory=list)  # the blocks of each `KVGroup`; empty: it owns none
+    capacity: int = 0  # tokens that its blocks have room for
     num_hashed_blocks: int = 0  # leading blocks that are registered in the prefix cache
     chain: int | None = 0  # the chain id of these blocks; None if a hash collision prevents more
     is_uncounted: bool = False  # penalties have not counted its tokens since its admission
