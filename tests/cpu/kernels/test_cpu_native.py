@@ -29,6 +29,7 @@ def files_in(folder: Path) -> list[Path]:
     return sorted((folder / "nanovllm" / "kernels").iterdir())
 
 
+@pytest.mark.full
 def test_two_processes_compile_at_once_and_later_ones_load(tmp_path: Path) -> None:
     both = [start(CODE, NANOVLLM_CACHE_DIR=str(tmp_path)) for _ in range(2)]
     for process in both:

@@ -65,7 +65,7 @@ def test_the_engine_with_triton_kernels(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", ["reference", pytest.param("cpu", marks=needs_kernels), pytest.param("triton")]
+    "backend", ["reference", pytest.param("cpu", marks=[needs_kernels, pytest.mark.full]), "triton"]
 )
 def test_heads_of_256_and_512(tmp_path: Path, backend: str) -> None:
     folder = write_tiny_model(tmp_path, "gemma4", head_dim=256, global_head_dim=512)

@@ -70,6 +70,7 @@ def test_the_demo_workload_ends_in_a_line_of_json_and_writes_a_profile(
         assert json.load(file)["traceEvents"]
 
 
+@pytest.mark.full
 def test_what_sampling_settings_cost(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +279,7 @@ def test_transformers_samples_as_asked(
 # -- replicas ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_replicas_run_a_workload_by_turns(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--workload", "demo", "--num-seqs", "6", "--data-parallel-size", "2", "--round-robin"]
     result = _bench(capsys, *argv, "--max-num-seqs", "2")
