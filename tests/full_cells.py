@@ -53,7 +53,6 @@ STAY: dict[str, dict[str, list[str]]] = {  # by file below tests/ and name
     },
     "cpu/kernels/test_cpu_integers.py": {
         "test_log_probabilities_are_near_those_of_float32": [
-            "int8-float32-0.4",
             "int4-bfloat16-4.0",
             "None-bfloat16-0.15",
         ],
@@ -142,7 +141,6 @@ STAY: dict[str, dict[str, list[str]]] = {  # by file below tests/ and name
         "test_a_forked_process_leaves_the_engine_alone": ["1"],
         "test_a_process_may_end_without_close": [
             "an_exception_between_steps-2",
-            "in_a_thread-2",
             "forked-1",
             "in_a_cycle-1",
         ],
@@ -163,7 +161,6 @@ STAY: dict[str, dict[str, list[str]]] = {  # by file below tests/ and name
         "test_every_schedule_gives_transformers_tokens": [
             "ample",
             "chunked_tight",
-            "minimal_in_step",
             "no_prefix_cache",
         ],
         "test_fault": ["raise_in_step", "kill_in_collective", "kill_rank_0"],

@@ -133,6 +133,7 @@ def test_mypy_finds_the_types_of_a_clone(beside: Path) -> None:
     assert 'Revealed type is "list[nanovllm.outputs.RequestOutput]"' in done(mypy, beside)
 
 
+@pytest.mark.full
 def test_a_clone_is_imported_from_any_folder(beside: Path) -> None:
     """Also from the one in which it lies: there its folder has the name of the package. The project's other
     folders hide none of a script."""

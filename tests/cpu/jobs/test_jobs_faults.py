@@ -75,6 +75,7 @@ KINDS: dict[str, tuple[str, bool, list[str]]] = {  # the output, whether the inp
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.full
 def test_a_job_killed_at_ten_random_moments_ends_with_the_same_bytes(tmp_path: Path, kind: str) -> None:
     """After a kill no answer is lost; after the end each row is there once, and no other file."""
     rng = random.Random(kind)

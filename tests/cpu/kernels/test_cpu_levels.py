@@ -60,13 +60,8 @@ def test_every_kernel_is_found() -> None:
 
 
 @pytest.mark.parametrize("files", WHOLE)
-@pytest.mark.parametrize(
-    "level",
-    [
-        pytest.param(each, marks=[pytest.mark.full] if index else [])
-        for index, each in enumerate(each for each in OWN if each != isa.level())
-    ],
-)
+@pytest.mark.parametrize("level", [each for each in OWN if each != isa.level()])
+@pytest.mark.full
 def test_kernels_of_other_levels_that_this_cpu_has(level: str, files: list[Path]) -> None:
     arguments = "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *map(str, files)
     finish(start("", *arguments, NANOVLLM_CPU_ISA=level))

@@ -82,6 +82,7 @@ def content_of(path: Path) -> dict[str, Any]:
 # -- byte-level ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_llama3(tmp_path: Path) -> None:
     """128,257 tokens, of which some cannot be merged from others."""
     source = TikTokenConverter(str(file_of("llama_models", "llama3/tokenizer.model"))).converted()

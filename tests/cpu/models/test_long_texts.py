@@ -232,7 +232,7 @@ def test_huge_rows_of_a_job(tmp_path: Path, llm: LLM, tokenised: list[str]) -> N
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in huge_rows(12))
     before = start_of_peak()
     assert run(path, "-o", tmp_path / "o.jsonl", "--sampling", "max_tokens=2", make_llm=Lent(llm)) == 1
-    assert peak() - before < 500 * 2**20
+    assert peak() - before < 600 * 2**20
     rows = read_rows(tmp_path / "o.jsonl")
     assert [row["error"] is None for row in rows] == [False, True] * 12
     for index, row in enumerate(rows[::2]):

@@ -54,6 +54,7 @@ def run(argv: list[object], way: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.full
 def test_a_script_with_ranks_and_replicas(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

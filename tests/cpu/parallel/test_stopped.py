@@ -181,6 +181,7 @@ def test_a_call_of_one_rank_is_progress(model: Path) -> None:
 # -- replicas ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_replicas_that_are_stopped_at_their_start_or_close(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

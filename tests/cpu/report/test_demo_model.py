@@ -107,6 +107,7 @@ def test_any_text_goes_through(llm: CheckedLLM) -> None:
     assert llm.tokenizer.decode(output.prompt_token_ids) == text
 
 
+@pytest.mark.full
 def test_generate_prints_nothing_into_a_file(
     llm: CheckedLLM, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
