@@ -121,7 +121,7 @@ ROPES = {
     "proportional": "families.ropes:Proportional",
 }
 # The ranks of a model beyond one, as `runner.ranks.OneRank`.
-RANKS: Table[Any] = Table({"processes": "parallel.ranks:Ranks"})
+RANKS = {"processes": "parallel.ranks:Ranks"}
 # What text needs of a model's files.
 TEXT = {
     "match_files": "formats.tokenizer_json.match:match_files",  # makes a tokenizer give the ids of its files

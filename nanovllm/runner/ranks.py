@@ -17,9 +17,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from nanovllm import doors
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.doors import RANKS
+from nanovllm.doors import Table
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.kv_group import slabs_of
 from nanovllm.layers.stream import Group
@@ -28,6 +29,7 @@ from nanovllm.models.weights import weight_bytes
 from nanovllm.runner.memory import check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
 
+RANKS: Table[type[OneRank]] = Table(doors.RANKS)  # of more than one
 logger = logging.getLogger("nanovllm")
 
 R = TypeVar("R", bound=ModelRunner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -262,9 +263,11 @@ def test_counts_of_penalties_are_freed_too(model: Path, prompts: list[list[int]]
 
 
 def resident_bytes(pid: int) -> int:
+    """Without pages of files, which the system takes back when it likes."""
     if pid == os.getpid():
         ctypes.CDLL(None).malloc_trim(0)  # after many tests malloc may keep what this one frees
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    [size] = re.findall(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(size) * 1024
 
 
 def test_resident_memory_shrinks(tmp_path: Path) -> None:
@@ -290,8 +293,7 @@ def test_resident_memory_shrinks(tmp_path: Path) -> None:
         back = [
             resident_bytes(pid) - (held - gone) for pid, held, gone in zip(pids, before, freed, strict=True)
         ]
-        # On a busy machine the system takes back some pages of the process meanwhile.
-        assert all(got > 0.7 * size for size, got in zip(weights, back, strict=True)), back
+        assert all(got > 0.9 * size for size, got in zip(weights, back, strict=True)), back
 
 
 def test_a_sleeping_engine_can_be_closed(model: Path) -> None:
