@@ -83,23 +83,30 @@ def model(folder: Path, seed: int = 0) -> Path:
     return write_tiny_model(folder, seed=seed, dtype="bfloat16", **sizes)
 
 
-def logits(folder: Path, **options: object) -> tuple[torch.Tensor, list[list[int]]]:
-    """The logits of a prompt among others, and all answers."""
+def first_logits(folder: Path, **options: object) -> torch.Tensor:
+    """The logits [24, vocabulary] of the first tokens of as many prompts, each run alone.
+
+    After them a batch decodes, so that graphs run too.
+    """
+    prompts = [[random.Random(1000 + i).randrange(2, 97) for _ in range(3 + 5 * i)] for i in range(24)]
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     with CheckedLLM(folder, **OPTIONS | options) as llm:  # type: ignore[operator]
-        found, _ = logits_of(llm, PROMPTS, [GREEDY] * len(PROMPTS), 1)
-        return found.float(), [out["token_ids"] for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        found = torch.cat([logits_of(llm, [prompt], [one], 0)[0].float() for prompt in prompts])
+        answers = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert all(len(answer["token_ids"]) == GREEDY.max_tokens for answer in answers)
+        return found
 
 
 @pytest.mark.parametrize("kind", [*SCALES, "fly"])
 def test_engines_are_near_bf16(tmp_path: Path, kind: str) -> None:
+    """The mean of 24 rows: one row of a tiny random model is 0.08 to 0.2 away, the mean of 120 rows 0.126."""
     plain = model(tmp_path / "plain")
     asked = "fp8" if kind == "fly" else None
     folder = plain if kind == "fly" else write_fp8(plain, tmp_path / kind, kind)
-    exact, _ = logits(plain)
+    exact = first_logits(plain)
     for eager in (False, True):
-        near, tokens = logits(folder, quantization=asked, enforce_eager=eager)
-        assert 0.001 < (near - exact)[:1].norm() / exact[:1].norm() < 0.15
-        assert all(len(each) == GREEDY.max_tokens for each in tokens)
+        near = first_logits(folder, quantization=asked, enforce_eager=eager)
+        assert 0.05 < ((near - exact).norm(dim=1) / exact.norm(dim=1)).mean() < 0.14
 
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
