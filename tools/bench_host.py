@@ -77,7 +77,8 @@ def without_device(llm: LLM) -> None:
     runner = core.runner
 
     def launch(batch: Batch) -> StepHandle:
-        batch = runner.layout.numbered(batch, runner.kv_cache.shape[2])
+        if runner.layout.own_numbers:
+            batch = runner.layout.numbered(batch, runner.kv_cache.shape[2])
         if batch.kind is StepKind.DECODE:
             shared = None if runner.prefixes is None else runner.prefixes.find(batch)
             inputs = prepare_decode(batch, runner.block_size, shared)

@@ -160,6 +160,7 @@ class CacheLayout:
     sizes: tuple[int, ...]  # of each attention layer: KV heads * head_dim; 0: it reads those of another layer
     group_of: tuple[int, ...]  # of each attention layer
     groups: tuple[KVGroup, ...] = ONE_GROUP
+    own_numbers: bool = False  # whether blocks have other numbers in layers than in the pool
 
     @classmethod
     def plain(cls, specs: Sequence[AttentionSpec]) -> CacheLayout:
@@ -180,7 +181,8 @@ class CacheLayout:
         return 2, self.layers, num_blocks, block_size * self.cell
 
     def numbered(self, batch: Batch, slabs: int) -> Batch:
-        """A batch with block numbers of the pool, of `slabs` slabs, as one with those of layers."""
+        """A batch with block numbers of the pool, of `slabs` slabs, as one with those of layers. Called only
+        with `own_numbers`."""
         return batch
 
     def places(self, slabs: int) -> list[tuple[int, int]]:

@@ -264,7 +264,8 @@ class ModelRunner:
 
         None if the sequences have rules: then call `draw` before the next launch.
         """
-        batch = self.layout.numbered(batch, self.kv_cache.shape[2])
+        if self.layout.own_numbers:
+            batch = self.layout.numbered(batch, self.kv_cache.shape[2])
         shared, replayed = None, None
         if batch.kind is StepKind.DECODE:
             shared = None if self.prefixes is None else self.prefixes.find(batch)
