@@ -34,7 +34,7 @@ def cpu_door(name: str) -> Callable[..., Any]:
     - has_bf16() -> bool: whether this CPU multiplies bfloat16 faster than float32
     - say_what_is_missing(): once, what would make this CPU faster
     - linear_method(shape, options, kind) -> the `LinearMethod` of a weight in floats; None: the core's
-    - recorded_steps() -> `RecordedSteps` of `runner/cuda_graph.py`; None if nothing can be recorded
+    - recorded_steps() -> `RecordedSteps` of `runner/batch_runner.py`; None if nothing can be recorded
     """
     found: Callable[..., Any] = doors.find(doors.CPU[name])
     return found

@@ -24,7 +24,8 @@ from nanovllm.plan.room import Room
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.inputs import StepHandle
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.ranks import RankSetup, start_ranks
+from nanovllm.runner.ranks import RankSetup
+from nanovllm.runner.start import start_ranks
 from nanovllm.text.prompts import Request
 
 

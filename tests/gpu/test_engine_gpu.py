@@ -26,8 +26,8 @@ from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.batch import LAST_SAMPLED, Batch, StepKind, greedy
 from nanovllm.kernels.compat import in_graph
 from nanovllm.kernels.sampling import BLOCK, random_pair_reference
-from nanovllm.runner import shared_prefixes
 from nanovllm.runner.inputs import StepHandle, prepare_decode, prepare_prefill
+from nanovllm.shared_prefixes import finder
 
 pytestmark = pytest.mark.gpu
 
@@ -314,7 +314,7 @@ def test_shared_prefixes(
     ]
     results = []
     for least in (1, 10**9):
-        monkeypatch.setattr(shared_prefixes, "MIN_SHARED_TOKENS", least)
+        monkeypatch.setattr(finder, "MIN_SHARED_TOKENS", least)
         with CheckedLLM(
             model,
             skip_tokenizer_init=True,

@@ -36,7 +36,7 @@ from nanovllm.runner.inputs import (
     prepare_decode,
     prepare_prefill,
 )
-from nanovllm.runner.shared_prefixes import no_shared_prefixes
+from nanovllm.shared_prefixes.finder import no_shared_prefixes
 
 BLOCK = 4
 UNIT = SharedUnit(3, 8)
