@@ -107,6 +107,8 @@ CALIBRATIONS = {"fp8": "formats.fp8.cache:calibrate"}
 SHARED_PREFIXES = {"finder": "shared_prefixes.finder:make_finder"}
 # What gives a runner its `Graphs`, on a GPU.
 CUDA_GRAPHS = {"graphs": "cuda_graphs.capture:capture"}
+# What the graphs of prefill steps take of the memory of such a step.
+PREFILL_SHARE = "cuda_graphs.capture:prefill_share"
 # `AttentionBackend` by its name, fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
 BACKENDS = {
     "triton": "attention.backends:TritonBackend",

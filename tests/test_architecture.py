@@ -238,7 +238,7 @@ def test_the_core_has_a_budget() -> None:
 def test_cuda_calls_are_in_one_place(path: Path) -> None:
     """Only `Device`, kernels and the CUDA graphs call torch.cuda; its types may be named anywhere."""
     module = module_of(path)
-    if "kernels" in path.parts or module in ("device", "cuda_graphs.graphs"):
+    if "kernels" in path.parts or module in ("device", "cuda_graphs.graphs", "cuda_graphs.prefill"):
         return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):

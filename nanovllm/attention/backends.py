@@ -79,20 +79,41 @@ class TritonBackend(AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        variant = _variant(spec, sinks)
-        if meta.prefill is None:
-            shared = meta.shared if spec.window is None else None
-            return paged_decode_attention_triton(
-                q,
-                cache,
-                meta.block_tables,
-                meta.context_lens,
-                meta.max_seqlen_k,
-                spec.scale,
-                None if shared is None else Shared(**vars(shared)),
-                invariant=self.deterministic,
-                variant=variant,
-            )
+        if meta.prefill is not None:
+            return self._prefill(q, cache, meta, spec, sinks)
+        shared = meta.shared if spec.window is None else None
+        return paged_decode_attention_triton(
+            q,
+            cache,
+            meta.block_tables,
+            meta.context_lens,
+            meta.max_seqlen_k,
+            spec.scale,
+            None if shared is None else Shared(**vars(shared)),
+            invariant=self.deterministic,
+            variant=_variant(spec, sinks),
+        )
+
+    def replace(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self._prefill(q, cache, meta, spec, sinks, q)
+
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert meta.prefill is not None
         return paged_prefill_attention_triton(
             q,
             cache,
@@ -102,7 +123,8 @@ class TritonBackend(AttentionBackend):
             meta.prefill.max_seqlen_q,
             spec.scale,
             invariant=self.deterministic,
-            variant=variant,
+            variant=_variant(spec, sinks),
+            out=out,
         )
 
 

@@ -208,3 +208,14 @@ class AttentionBackend(ABC):
         The cache already holds the keys and values of the step's tokens. sinks: [num_heads] of q's dtype, if
         the spec has them.
         """
+
+    def replace(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """As `forward` in a prefill step, but the result overwrites q, which is contiguous."""
+        q.copy_(self.forward(q, cache, meta, spec, sinks))

@@ -8,6 +8,7 @@ from functools import partial
 
 from nanovllm.batch import EMPTY_BATCH
 from nanovllm.cuda_graphs.graphs import CUDAGraphs, Rehearsal, graph_sizes
+from nanovllm.cuda_graphs.prefill import PrefillGraphs, most_tokens
 from nanovllm.runner.batch_runner import GraphOutput, SharedRows
 from nanovllm.runner.inputs import prepare_decode
 from nanovllm.runner.model_runner import ModelRunner
@@ -31,6 +32,17 @@ def capture(runner: ModelRunner, progress: bool) -> None:
         for chunk, nothing in runner.prefixes.nothing.items():
             for drawn in (True, False):
                 runner.graphs[chunk, drawn] = make(nothing, drawn, few, first.pool)
+    if prefill_share(runner):
+        groups = len(runner.layout.groups)
+        runner.prefills = PrefillGraphs(runner.model, runner.device, first.pool, runner.size.tokens, groups)
+
+
+def prefill_share(runner: ModelRunner) -> float:
+    """What the graphs of prefill steps take of the memory of the largest step's activations; 0: there are
+    none. Sums over several ranks are not captured, because NCCL keeps a graph alive and cannot be aborted."""
+    if runner.tp.size > 1 or runner.routed is not None or len(runner.model.model.layers) < 2:
+        return 0.0
+    return most_tokens(runner.model, runner.size.tokens) / runner.size.tokens
 
 
 def _make_step(

@@ -94,6 +94,7 @@ class ResidentModelRunner(ModelRunner):
             self._num_blocks = self.kv_cache.shape[2]
             kv_bytes = self.kv_cache.nbytes
             self.graphs.clear()  # they hold addresses of weights and KV cache
+            self.prefills = None
             self.ending.free_extras()
             self._set_kv_cache(0)
             self.device.empty_cache()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from nanovllm.attention.base import SharedPrefixes
+from nanovllm.attention.base import SharedPrefixes, StepMetadata
 from nanovllm.batch import Batch, StepKind, StepOutput, StepSize, TokenMasks
 from nanovllm.device import Device
 from nanovllm.kernels.last_tokens import take_tokens
@@ -51,6 +51,15 @@ class Graphs(Protocol):
         """Run the captured step of `size` rows; return its output, which is valid until the next replay."""
 
 
+class PrefillSteps(Protocol):
+    """Prefill steps that are captured in part; see `cuda_graphs/prefill.py`."""
+
+    def run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata
+    ) -> torch.Tensor | None:
+        """As the model; None if this step is not captured."""
+
+
 class RecordedSteps(Protocol):
     """What a door has in place of graphs: decode steps, recorded when they first run and then replayed."""
 
@@ -83,6 +92,7 @@ class BatchRunner:
     block_size: int
     prefixes: PrefixFinder | None = None  # None without a KV cache
     graphs: dict[tuple[int, bool], Graphs]  # by chunk of shared prefixes, and whether drawn
+    prefills: PrefillSteps | None = None
     recorded: RecordedSteps | None = None  # on a CPU, in place of graphs
     routed: torch.Tensor | None = None  # the experts of each token, if they are returned
     _undrawn: UndrawnStep | None = None
@@ -180,4 +190,6 @@ class BatchRunner:
         # A stored token may be NOT_FINITE, or garbage from an aborted sum: `take_tokens` clamps it.
         vocab_size = self.model_config.vocab_size
         token_ids = take_tokens(inputs.token_ids, inputs.token_slots, self.ending.last_token_ids, vocab_size)
-        return self.model(token_ids, inputs.positions, inputs.attention)
+        given = token_ids, inputs.positions, inputs.attention
+        hidden = None if self.prefills is None else self.prefills.run(*given)
+        return self.model(*given) if hidden is None else hidden

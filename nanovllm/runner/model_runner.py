@@ -114,6 +114,8 @@ class ModelRunner(BatchRunner):
             whole = min(most // few, self.max_model_len)
             needed = max(needed, self._warmup_peak(StepKind.PREFILL, few, whole, whole))
         if self.backend.supports_cuda_graph:  # graphs have their own memory
+            if not self.config.enforce_eager:
+                needed += int(needed * doors.find(doors.PREFILL_SHARE)(self))
             self.prefixes = self._make_prefix_finder()  # equal sequences share everything: the most memory
             needed += self._warmup_peak(StepKind.DECODE, self.config.max_num_seqs, 1, self.max_model_len)
         needed += self.ending.reserved_bytes()
@@ -205,7 +207,17 @@ class ModelRunner(BatchRunner):
         try:
             self.device.synchronize()
         finally:
-            owned = "graphs", "recorded", "model", "kv_cache", "staging", "ending", "_undrawn", "mask_buffer"
+            owned = (
+                "graphs",
+                "prefills",
+                "recorded",
+                "model",
+                "kv_cache",
+                "staging",
+                "ending",
+                "_undrawn",
+                "mask_buffer",
+            )
             for name in owned:
                 self.__dict__.pop(name, None)
             self.tp.close()
