@@ -1,6 +1,6 @@
 """BatchRunner: one Batch in, one set of sampled tokens out, on a model that is loaded.
 
-Never sees a Sequence and never decides what runs. Only `StepHandle.result` waits for the device.
+Never sees a Sequence and never decides what runs. Only `PendingOutput.result` waits for the device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from nanovllm.kernels.logits import WORD
 from nanovllm.layers.stream import Group
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.runner.ending import Ending, UndrawnStep
-from nanovllm.runner.inputs import Staging, StepHandle, StepInputs, prepare_decode, prepare_prefill
+from nanovllm.runner.ending import Ending
+from nanovllm.runner.inputs import BatchInputs, PendingOutput, Staging, prepare_decode, prepare_prefill
 from nanovllm.runner.memory import CacheLayout
 
 GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
@@ -95,7 +95,7 @@ class BatchRunner:
     prefills: PrefillSteps | None = None
     recorded: RecordedSteps | None = None  # on a CPU, in place of graphs
     routed: torch.Tensor | None = None  # the experts of each token, if they are returned
-    _undrawn: UndrawnStep | None = None
+    _undrawn: tuple[Batch, torch.Tensor, BatchInputs[torch.Tensor]] | None = None  # as of `Ending.end`
 
     def run(self, batch: Batch) -> StepOutput[np.ndarray]:
         """Run a step and wait for its tokens."""
@@ -104,7 +104,7 @@ class BatchRunner:
         return handle.result()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> StepHandle | None:
+    def launch(self, batch: Batch) -> PendingOutput | None:
         """Queue a step on the device; the handle returns its outputs, the same on every rank.
 
         None if the sequences have rules: then call `draw` before the next launch.
@@ -118,8 +118,8 @@ class BatchRunner:
         if replayed is not None:
             (hidden, token_ids), staged = replayed
             if token_ids is not None:
-                return self._receive(StepOutput(token_ids[: len(batch.slots), None]), batch)
-            step = UndrawnStep(batch, hidden, staged())
+                return self._receive(StepOutput(token_ids[: len(batch.slots), None]), len(batch.token_ids))
+            inputs = staged()
         else:
             if batch.kind is StepKind.DECODE:
                 arrays = prepare_decode(batch, self.block_size, shared)
@@ -128,15 +128,15 @@ class BatchRunner:
                 split = self.tp.split if self.routed is None else None
                 arrays = prepare_prefill(batch, self.block_size, split)
             inputs = self.staging.send(arrays)()
-            step = UndrawnStep(batch, self.run_model(inputs), inputs)
+            hidden = self.run_model(inputs)
         if batch.extras is not None and batch.extras.has_rules:
-            self._undrawn = step
+            self._undrawn = batch, hidden, inputs
             return None
-        return self._receive(self.ending.end(step, None), batch)
+        return self._receive(self.ending.end(batch, hidden, inputs), len(batch.token_ids))
 
     def _replay(
         self, batch: Batch, shared: SharedRows | None
-    ) -> tuple[GraphOutput, Callable[[], StepInputs[torch.Tensor]]] | None:
+    ) -> tuple[GraphOutput, Callable[[], BatchInputs[torch.Tensor]]] | None:
         """Replay a decode step; return its output, and a function that creates its inputs. None if there is
         no graph for it, and it cannot be recorded."""
         drawn = batch.extras is None or not batch.extras.needs_logits
@@ -155,8 +155,8 @@ class BatchRunner:
         output = recorded.run((rows, drawn), lambda: partial(self.graph_step, staged(), drawn))
         return None if output is None else (output, staged)
 
-    def _receive(self, tensors: StepOutput[torch.Tensor], batch: Batch) -> StepHandle:
-        routed = None if self.routed is None else self.routed[: len(batch.token_ids)]
+    def _receive(self, tensors: StepOutput[torch.Tensor], num_tokens: int) -> PendingOutput:
+        routed = None if self.routed is None else self.routed[:num_tokens]
         return self.staging.receive(replace(tensors, routed=routed))
 
     @cached_property
@@ -170,13 +170,13 @@ class BatchRunner:
         return self.device.host_buffer(self.size.seqs * words, torch.int32).numpy().reshape(-1, words)
 
     @torch.inference_mode()
-    def draw(self, masks: TokenMasks) -> StepHandle:
+    def draw(self, masks: TokenMasks) -> PendingOutput:
         """Queue the end of the launched step; `masks` are its allowed tokens."""
-        step, self._undrawn = self._undrawn, None
-        assert step is not None, "a step with rules was launched"
-        return self._receive(self.ending.end(step, masks), step.batch)
+        assert self._undrawn is not None, "a step with rules was launched"
+        (batch, hidden, inputs), self._undrawn = self._undrawn, None
+        return self._receive(self.ending.end(batch, hidden, inputs, masks), len(batch.token_ids))
 
-    def graph_step(self, inputs: StepInputs[torch.Tensor], drawn: bool) -> GraphOutput:
+    def graph_step(self, inputs: BatchInputs[torch.Tensor], drawn: bool) -> GraphOutput:
         """The part of a step that a graph captures: (hidden states, drawn tokens or None).
 
         Drawing that needs NCCL is not captured, because NCCL keeps the graph alive and cannot be aborted.
@@ -185,7 +185,7 @@ class BatchRunner:
         drawn = drawn and self.tp.exchanges_rows(len(hidden), self.dtype)
         return hidden, self.ending.draw(hidden, inputs) if drawn else None
 
-    def run_model(self, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
+    def run_model(self, inputs: BatchInputs[torch.Tensor]) -> torch.Tensor:
         """Run the model; return the hidden states [n, hidden_size] that are needed for logits."""
         # A stored token may be NOT_FINITE, or garbage from an aborted sum: `take_tokens` clamps it.
         vocab_size = self.model_config.vocab_size

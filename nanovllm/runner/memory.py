@@ -209,11 +209,11 @@ def attach(
             return cells.view(blocks, heads, page, dim).transpose(1, 2)
         return cells.view(blocks, page, heads, dim)
 
-    for layer, group, place in zip(layers, layout.group_of, layout.places(slabs), strict=True):
+    for layer, group, (start, length) in zip(layers, layout.group_of, layout.places(slabs), strict=True):
         source = layer.spec.kv_from
         if source is not None:
             k, v = layers[source].cache[:2]
         else:
-            k, v = (part(layer.spec, each, *place) for each in memory)
+            k, v = (part(layer.spec, each, start, length) for each in memory)
         layer.cache = layer.cache._replace(k=k, v=v)
         layer.group = group

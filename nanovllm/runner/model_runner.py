@@ -63,8 +63,14 @@ class ModelRunner(BatchRunner):
         self._held_by_others = device.tensor_bytes()  # other engines of this process, or a trainer
         self.dtype = device.resolve_dtype(config.dtype, model_config.dtype)
         self.cache_dtype = cache_dtype(config.kv_cache_dtype, self.dtype)
-        kinds = self.dtype, model_config.attention, self.cache_dtype
-        self.backend = select(config.attention_backend, device, *kinds, config.deterministic)
+        self.backend = select(
+            config.attention_backend,
+            device,
+            self.dtype,
+            model_config.attention,
+            self.cache_dtype,
+            config.deterministic,
+        )
         self.block_size = resolve_block_size(config.kvcache_block_size, self.backend)
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
         fuse = tp.size == 1 and (self.dtype == torch.bfloat16 if device.is_cuda else has_cpu_kernels())

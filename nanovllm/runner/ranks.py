@@ -75,9 +75,11 @@ class OneRank:
 
     def call(self, call: Callable[Concatenate[R, P], T], *args: P.args, **options: P.kwargs) -> list[T]:
         """As `run`, for a method with an answer: return the results of all ranks, rank 0's first."""
-        results = [self.run(call, *args, **options)]
+        assert not options, "a message has positional arguments"
+        with self._device.share_of_threads(1, self._setup.config.num_threads):
+            result = bound(self.runner, call)(*args)
         self.progress()
-        return results
+        return [result]
 
     def kill_on_error(self, phase: str) -> AbstractContextManager[None]:
         """On an exception in the block, end all other ranks, and raise what is behind it. phase: what the
