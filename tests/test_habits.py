@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -57,6 +58,15 @@ def test_a_program_gets_its_own_flags(
     monkeypatch.setattr("sys.argv", ["pytest"])
     bench.main(["plan", "--num-seqs", "3", "--steps", "4"])
     assert re.match(r"3 decoding sequences, 2 steps, ", capsys.readouterr().out)
+
+
+def test_columns_of_a_job_are_timed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    bench.main(["jobs", "columns", "--rows", "200", "--repeat", "1"])
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(figures["seconds"]) == {"none", "all"} and figures["rate_of_plain"] > 0
 
 
 def test_the_documents_measure_with_the_front() -> None:

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams, demo_model_path
@@ -70,6 +71,7 @@ class Nothing:
 
     tokenizer = None
     on_step: Any = None
+    model_config = SimpleNamespace(max_model_len=2**20)
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0)
