@@ -27,7 +27,10 @@ def run_tutorial(folder: Path) -> Any:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     resources = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(notebook, timeout=SECONDS, kernel_name="python3", resources=resources)
+    # Streams come in one piece, although a busy kernel prints in several, and of a bar its last state.
+    client = NotebookClient(
+        notebook, timeout=SECONDS, kernel_name="python3", resources=resources, coalesce_streams=True
+    )
     with client.setup_kernel():
         assert client.kc is not None
         client.kc.execute(SETUP, silent=True)  # counts as no cell
@@ -43,14 +46,9 @@ def run_tutorial(folder: Path) -> Any:
 def settled(outputs: list[Any]) -> list[Any]:
     """The outputs that do not change any more: of standard error the last states of bars, as text."""
     errors = "".join(each["text"] for each in outputs if each.get("name") == "stderr")
-    bars = [bar for line in errors.split("\n") if re.search(r"%\|.*\|", bar := last_state(line))]
+    bars = [line.strip() for line in errors.splitlines() if re.search(r"%\|.*\|", line)]
     shown = [nbformat.v4.new_output("display_data", {"text/plain": bar}) for bar in bars]
     return [*shown, *(each for each in outputs if each.get("name") != "stderr")]
-
-
-def last_state(line: str) -> str:
-    """What is left of a line whose carriage returns each begin it again."""
-    return next((state for state in reversed(line.split("\r")) if state.strip()), "").rstrip()
 
 
 def main() -> None:
