@@ -1,6 +1,6 @@
 """Time of the paged attention kernels alone: decode inside a CUDA graph, whole prompts as launched.
 
-python tools/bench_attention.py --q-heads 16 --kv-heads 8 --cache-dtype fp8
+python -m tools.bench attention --q-heads 16 --kv-heads 8 --cache-dtype fp8
 
 The calls rotate over several caches, so that no call finds its keys and values in the L2 cache.
 """
@@ -201,7 +201,3 @@ def main() -> None:
             f"{name:20}{time * 1e6:9.1f}"
             + (f"{speed:8.2f}{speed / args.peak:9.0%}" if decode else f"{speed:9.0f}")
         )
-
-
-if __name__ == "__main__":
-    main()

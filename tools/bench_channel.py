@@ -1,7 +1,7 @@
 """Time of sending one decode step to the workers: `Channel.send` on rank 0, and until each worker has the
 Batch.
 
-python tools/bench_channel.py --num-seqs 512 --width 16 --readers 2
+python -m tools.bench channel --num-seqs 512 --width 16 --readers 2
 """
 
 from __future__ import annotations
@@ -124,7 +124,3 @@ def main() -> None:
         for name, values in measure(args.readers, batch, args.steps, between).items():
             median, p99 = statistics.median(values), sorted(values)[int(0.99 * len(values))]
             print(f"  {name:22}{median / 1e3:7.0f} us{p99 / 1e3:11.0f} us")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,8 +3,8 @@
 Steps are planned, their inputs are built and copied, and each row gets a token at once. Prints processor time
 by part, for each prompt.
 
-    OMP_NUM_THREADS=1 python tools/bench_host.py --workload label-240
-    OMP_NUM_THREADS=1 python tools/bench_host.py --workload label-240 --profile
+    OMP_NUM_THREADS=1 python -m tools.bench host --workload label-240
+    OMP_NUM_THREADS=1 python -m tools.bench host --workload label-240 --profile
 """
 
 from __future__ import annotations
@@ -143,7 +143,3 @@ def main() -> None:
     for part in runs[-1]:
         own = [run.get(part, 0.0) / rows * 1e6 for run in runs[1:]]
         print(f"{part:16} {statistics.median(own):7.2f} us a prompt   least {min(own):7.2f}")
-
-
-if __name__ == "__main__":
-    main()
