@@ -141,3 +141,7 @@ def main() -> None:
         jobs[-1].start()
     for job in jobs:
         job.join()
+
+
+if __name__ == "__main__":
+    main()

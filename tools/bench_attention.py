@@ -201,3 +201,7 @@ def main() -> None:
             f"{name:20}{time * 1e6:9.1f}"
             + (f"{speed:8.2f}{speed / args.peak:9.0%}" if decode else f"{speed:9.0f}")
         )
+
+
+if __name__ == "__main__":
+    main()

@@ -124,3 +124,7 @@ def main() -> None:
         for name, values in measure(args.readers, batch, args.steps, between).items():
             median, p99 = statistics.median(values), sorted(values)[int(0.99 * len(values))]
             print(f"  {name:22}{median / 1e3:7.0f} us{p99 / 1e3:11.0f} us")
+
+
+if __name__ == "__main__":
+    main()

@@ -182,3 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             work = work._replace(tokens=args.tokens)
         found = rates(generate, work, args.runs)
         print(f"{name:6}", " / ".join(f"{rate:.1f}" for rate in found), "tokens/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -392,3 +392,7 @@ def main() -> None:
         for tokens in (256, 4096):
             guarded(as_chosen, MIXTRAL, tokens, log)
         print(f"{perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

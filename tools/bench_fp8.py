@@ -372,3 +372,7 @@ def main() -> None:
         print(f"  {time.monotonic() - start:.0f} s", flush=True)
     if args.output is not None:
         args.output.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

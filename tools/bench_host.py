@@ -143,3 +143,7 @@ def main() -> None:
     for part in runs[-1]:
         own = [run.get(part, 0.0) / rows * 1e6 for run in runs[1:]]
         print(f"{part:16} {statistics.median(own):7.2f} us a prompt   least {min(own):7.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -284,3 +284,7 @@ def main() -> None:
                 check()
                 print(f"checked after {time.time() - start:.0f} s", flush=True)
     print(f"{time.time() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -187,3 +187,7 @@ def main() -> None:
     for shape, group in SHAPES:
         for tokens in args.tokens:
             sweep(Case(shape, group, tokens))
+
+
+if __name__ == "__main__":
+    main()

@@ -187,3 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             blocks = llm._executor.ranks.num_blocks
     figures = {"rows": len(work.prompts), "tokens_in": work.tokens_in, "tokens_out": work.tokens_out}
     print(json.dumps({**vars(args), **figures, "kvcache_blocks": blocks, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()

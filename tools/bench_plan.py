@@ -89,3 +89,7 @@ def main() -> None:
         values = sorted(values)
         median, p99 = statistics.median(values), values[int(0.99 * len(values))]
         print(f"{name:12} median {median * 1e6:7.0f} us   99 % below {p99 * 1e6:7.0f} us")
+
+
+if __name__ == "__main__":
+    main()

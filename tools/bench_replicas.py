@@ -58,3 +58,7 @@ def main() -> None:
     in_turn = output_tokens_per_s([*lists["prefixes"], *several, "--round-robin"])
     routed = output_tokens_per_s(lists["prefixes"] + several)
     print(f"prefix routing gives {routed / in_turn:.2f} times round robin's tokens/s")
+
+
+if __name__ == "__main__":
+    main()

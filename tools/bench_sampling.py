@@ -147,3 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         share = f"{speed / medians[base_of(name)]:7.1%} of {base_of(name)}"
         print(f"{name:36}{speed:10,.0f} output tokens/s{share}")
     print(json.dumps({"output_tokens_per_s": speeds}))
+
+
+if __name__ == "__main__":
+    main()

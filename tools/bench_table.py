@@ -162,3 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 each = ", ".join(f"{speed:,.0f}" for speed in speeds)
                 print(f"| {row.name} | **{median:,.0f}** | {share:.0%} | {each} |", flush=True)
     print(json.dumps({"output_tokens_per_s": found}))
+
+
+if __name__ == "__main__":
+    main()

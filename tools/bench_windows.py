@@ -375,3 +375,7 @@ def main() -> None:
         say(f"  {perf_counter() - start:.0f} s")
     if args.output is not None:
         args.output.write_text("\n".join([*LINES, ""]))
+
+
+if __name__ == "__main__":
+    main()
