@@ -9,12 +9,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from nanovllm import doors
 from nanovllm.attention.base import AttentionSpec
-from nanovllm.batch import Batch, StepKind, greedy
+from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.doors import Table
@@ -118,30 +117,6 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
             *(size, each),
         )
     return num_blocks
-
-
-def equal_batch(
-    kind: StepKind, num_seqs: int, query_len: int, context_len: int, block_size: int, num_blocks: int
-) -> Batch:
-    """A step of equal sequences with filters, to measure its memory; which filter makes no difference. Token
-    ids are 0.
-
-    All sequences have the same block table, which repeats the existing blocks: their content does not matter.
-    """
-    sampling = greedy(num_seqs)
-    filters = replace(sampling.filters, top_k=np.full(num_seqs, 50, np.int32))
-    table = np.arange(-(-context_len // block_size), dtype=np.int32) % num_blocks
-    return Batch(
-        kind=kind,
-        seq_ids=tuple(range(num_seqs)),
-        slots=np.arange(num_seqs, dtype=np.int32),
-        token_ids=np.zeros(num_seqs * query_len, np.int32),
-        query_lens=np.full(num_seqs, query_len, np.int32),
-        context_lens=np.full(num_seqs, context_len, np.int32),
-        tables=(np.tile(table, (num_seqs, 1)),),
-        draws=np.ones(num_seqs, np.int32),
-        sampling=replace(sampling, temperature=np.ones(num_seqs, np.float32), filters=filters),
-    )
 
 
 LAYOUTS: Table[Callable[[Sequence[AttentionSpec], int, int], CacheLayout]] = Table(doors.LAYOUTS)

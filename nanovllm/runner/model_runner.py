@@ -10,12 +10,13 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from nanovllm import doors
 from nanovllm.attention.backends import resolve_block_size, select
 from nanovllm.attention.base import cache_dtype
-from nanovllm.batch import Batch, StepKind, StepSize
+from nanovllm.batch import Batch, StepKind, StepSize, greedy
 from nanovllm.config import Config
 from nanovllm.device import Device, cpu_door, has_cpu_kernels
 from nanovllm.doors import Table
@@ -30,7 +31,7 @@ from nanovllm.quantization.base import WeightOptions
 from nanovllm.runner.batch_runner import BatchRunner, PrefixFinder
 from nanovllm.runner.ending import Ending
 from nanovllm.runner.inputs import Staging
-from nanovllm.runner.memory import CacheLayout, KVCacheSpace, attach, equal_batch
+from nanovllm.runner.memory import CacheLayout, KVCacheSpace, attach
 
 CALIBRATIONS: Table[Callable[[ModelRunner], None]] = Table(doors.CALIBRATIONS)
 _PREFIXES: Table[Callable[[ModelRunner, SharedUnit], PrefixFinder]] = Table(doors.SHARED_PREFIXES)
@@ -136,10 +137,26 @@ class ModelRunner(BatchRunner):
         return self.device.peak_above_current()
 
     def equal_batch(self, kind: StepKind, num_seqs: int, query_len: int, context_len: int) -> Batch:
-        """As `equal_batch` of `memory.py`, in the blocks that there are, for all groups of layers."""
-        num_blocks = self.kv_cache.shape[2]
-        batch = equal_batch(kind, num_seqs, query_len, context_len, self.block_size, num_blocks)
-        return replace(batch, tables=batch.tables * len(self.layout.groups))
+        """A step of equal sequences with filters, to measure its memory; which filter makes no difference.
+        Token ids are 0.
+
+        All sequences have the same block table, in all groups of layers, which repeats the existing blocks:
+        their content does not matter.
+        """
+        sampling = greedy(num_seqs)
+        filters = replace(sampling.filters, top_k=np.full(num_seqs, 50, np.int32))
+        table = np.arange(-(-context_len // self.block_size), dtype=np.int32) % self.kv_cache.shape[2]
+        return Batch(
+            kind=kind,
+            seq_ids=tuple(range(num_seqs)),
+            slots=np.arange(num_seqs, dtype=np.int32),
+            token_ids=np.zeros(num_seqs * query_len, np.int32),
+            query_lens=np.full(num_seqs, query_len, np.int32),
+            context_lens=np.full(num_seqs, context_len, np.int32),
+            tables=(np.tile(table, (num_seqs, 1)),) * len(self.layout.groups),
+            draws=np.ones(num_seqs, np.int32),
+            sampling=replace(sampling, temperature=np.ones(num_seqs, np.float32), filters=filters),
+        )
 
     def measure_kv_cache(self, reserve: int) -> KVCacheSpace:
         """Return the device's memory for the KV cache besides `reserve` bytes, and the size of a block."""
