@@ -30,22 +30,24 @@ def _keep(
     target_ptr: tl.tensor,
     start: tl.tensor,
     before: tl.tensor,
-    is_old: tl.tensor,
     inside: tl.tensor,
+    inside_old: tl.tensor,
     C: tl.constexpr,
     K: tl.constexpr,
     K_PADDED: tl.constexpr,
 ) -> None:
     """Write the K - 1 inputs before a token, of some channels: of the sequence's `before` new tokens, and
-    before these of the row it begins with. Pointers are to the channels."""
+    before these of the row it begins with. Pointers are to the channels; inside_old: the channels that this row
+    is read for."""
     place = tl.arange(0, K_PADDED)
     local = before - (K - 1) + place
     live = (place < K - 1)[:, None] & inside[None, :]
+    live_old = (place < K - 1)[:, None] & inside_old[None, :]
     is_new = (local >= 0)[:, None]
     new_ptrs = x_ptr + (start + local).to(tl.int64)[:, None] * x_stride
     new = tl.load(new_ptrs, mask=live & is_new, other=0.0)
     old_ptrs = source_ptr + (local + K - 1)[:, None] * C
-    old = tl.load(old_ptrs, mask=live & ~is_new & is_old, other=0.0).to(new.dtype)
+    old = tl.load(old_ptrs, mask=live_old & ~is_new, other=0.0).to(new.dtype)
     tl.debug_barrier()  # source and target may be one row
     tl.store(target_ptr + place[:, None] * C, tl.where(is_new, new, old), mask=live)
 
@@ -90,11 +92,12 @@ def _conv_kernel(
         source = tl.load(sources_ptr + sequence).to(tl.int64)
         channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
         inside = channels < C
-        is_old = (position > 0) & (source >= 0)
+        inside_old = channels < tl.where((position > 0) & (source >= 0), C, 0)
         x_ptrs = x_ptr + channels[None, :]
         source_ptrs = pool_ptr + source * pool_stride + channels[None, :]
         i = tl.arange(0, CHUNK)
         live = (i < count)[:, None] & inside[None, :]
+        live_old = (i < count)[:, None] & inside_old[None, :]
         total = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)
         if bias_ptr is not None:
             total += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -106,7 +109,7 @@ def _conv_kernel(
             value = tl.load(new_ptrs, mask=live & is_new, other=0.0).to(tl.float32)
             if token == start:
                 old_ptrs = source_ptrs + (local + K - 1)[:, None] * C
-                value += tl.load(old_ptrs, mask=live & ~is_new & is_old, other=0.0).to(tl.float32)
+                value += tl.load(old_ptrs, mask=live_old & ~is_new, other=0.0).to(tl.float32)
             total += weight[None, :] * value
         out_ptrs = out_ptr + (token + i).to(tl.int64)[:, None] * C + channels[None, :]
         tl.store(out_ptrs, silu(total).to(out_ptr.dtype.element_ty), mask=live)
@@ -121,13 +124,13 @@ def _conv_kernel(
                     if (row >= 0) & (before >= 0) & (before <= end - start):
                         target = pool_ptr + row * pool_stride + channels[None, :]
                         _keep(
-                            x_ptrs, x_stride, source_ptrs, target, start, before, is_old, inside, C, K, K_PADDED
+                            x_ptrs, x_stride, source_ptrs, target, start, before, inside, inside_old, C, K, K_PADDED
                         )
             row = tl.load(rows_ptr + sequence).to(tl.int64)
             if row >= 0:
                 target = pool_ptr + row * pool_stride + channels[None, :]
                 _keep(
-                    x_ptrs, x_stride, source_ptrs, target, start, end - start, is_old, inside, C, K, K_PADDED
+                    x_ptrs, x_stride, source_ptrs, target, start, end - start, inside, inside_old, C, K, K_PADDED
                 )
 
 
@@ -151,7 +154,7 @@ def _conv_step_kernel(
     row = tl.load(rows_ptr + index).to(tl.int64)
     channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channels < C
-    kept = inside & (row >= 0)
+    kept = channels < tl.where(row >= 0, C, 0)
     total = tl.zeros((CHANNELS,), dtype=tl.float32)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)

@@ -247,8 +247,9 @@ def _scan_kernel(
         in_v = j < DV
         cells = pool_ptr + head * (DK * DV) + i[:, None] * DV + j[None, :]
         in_cells = in_k[:, None] & in_v[None, :]
-        is_old = (position > 0) & (source >= 0)
-        state = tl.load(cells + source * pool_stride, mask=in_cells & is_old, other=0.0).to(tl.float32)
+        is_read = i < tl.where((position > 0) & (source >= 0), DK, 0)
+        old_mask = is_read[:, None] & in_v[None, :]
+        state = tl.load(cells + source * pool_stride, mask=old_mask, other=0.0).to(tl.float32)
         k_base = qkv_ptr + (K_HEADS + head // (V_HEADS // K_HEADS)) * DK + i[None, :]
         v_base = qkv_ptr + 2 * K_HEADS * DK + head * DV + j[None, :]
         save = 0
