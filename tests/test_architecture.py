@@ -40,12 +40,12 @@ FLOORS = (
 )
 # A door imports the core and other doors, but no file imports itself through others.
 DOORS = {"chat", "cpu", "extras", "families", "formats", "moe", "parallel", "residency", "vllm", "windows"}
-DOORS |= {"flash_attn", "hub", "integrations", "jobs", "report", "stats", "tables"}
+DOORS |= {"flash_attn", "hub", "integrations", "jobs", "report", "states", "stats", "tables"}
 # What these reach through imports never needs torch. Only `engine` and what imports it reach them.
 WINGS = {"text", "plan"}
 NO_TORCH = WINGS | (FLOORS[0] - {"device"})
 COMPUTE = {"attention", "quantization", "layers", "models", "runner", "kernels"}
-COMPUTE |= {"families", "flash_attn", "formats", "moe", "cpu"}
+COMPUTE |= {"families", "flash_attn", "formats", "moe", "cpu", "states"}
 USES_TORCH_DISTRIBUTED = {"parallel"}
 COMPILERS = {"numba", "llvmlite"}
 # Others import them where they compile.

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from nanovllm.batch import PADDING
 from nanovllm.kernels.compat import await_inputs, by_device, jit, next_power_of_2, pdl_options, tl, wide
-from nanovllm.states.kernels.packed import CHUNK, Packed, Saves, places
+from nanovllm.states.kernels.packed import Packed, Saves, places
 
-_CHANNELS = 128  # of a program for a chunk; not measured
+_CHANNELS, _TOKENS = 128, 16  # of a program for a chunk, and of its turns; not measured
 _STEP_CHANNELS = 512  # of a program for one token; not measured
 
 
@@ -37,8 +37,8 @@ def _keep(
     K_PADDED: tl.constexpr,
 ) -> None:
     """Write the K - 1 inputs before a token, of some channels: of the sequence's `before` new tokens, and
-    before these of the row it begins with. Pointers are to the channels; inside_old: the channels that this row
-    is read for."""
+    before these of the row it begins with. Pointers are to the channels; inside_old: those that this row has.
+    """
     place = tl.arange(0, K_PADDED)
     local = before - (K - 1) + place
     live = (place < K - 1)[:, None] & inside[None, :]
@@ -74,7 +74,7 @@ def _conv_kernel(
     C: tl.constexpr,
     K: tl.constexpr,
     K_PADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
@@ -95,24 +95,25 @@ def _conv_kernel(
         inside_old = channels < tl.where((position > 0) & (source >= 0), C, 0)
         x_ptrs = x_ptr + channels[None, :]
         source_ptrs = pool_ptr + source * pool_stride + channels[None, :]
-        i = tl.arange(0, CHUNK)
-        live = (i < count)[:, None] & inside[None, :]
-        live_old = (i < count)[:, None] & inside_old[None, :]
-        total = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)[None, :]
-        for tap in tl.static_range(K):
-            local = token - start + i - (K - 1) + tap
-            is_new = (local >= 0)[:, None]
-            weight = tl.load(weight_ptr + channels * K + tap, mask=inside, other=0.0).to(tl.float32)
-            new_ptrs = x_ptrs + (start + local).to(tl.int64)[:, None] * x_stride
-            value = tl.load(new_ptrs, mask=live & is_new, other=0.0).to(tl.float32)
-            if token == start:
-                old_ptrs = source_ptrs + (local + K - 1)[:, None] * C
-                value += tl.load(old_ptrs, mask=live_old & ~is_new, other=0.0).to(tl.float32)
-            total += weight[None, :] * value
-        out_ptrs = out_ptr + (token + i).to(tl.int64)[:, None] * C + channels[None, :]
-        tl.store(out_ptrs, silu(total).to(out_ptr.dtype.element_ty), mask=live)
+        for first in range(0, count, TOKENS):
+            i = first + tl.arange(0, TOKENS)
+            live = (i < count)[:, None] & inside[None, :]
+            live_old = (i < count)[:, None] & inside_old[None, :]
+            total = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
+            if bias_ptr is not None:
+                total += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)[None, :]
+            for tap in tl.static_range(K):
+                local = token - start + i - (K - 1) + tap
+                is_new = (local >= 0)[:, None]
+                weight = tl.load(weight_ptr + channels * K + tap, mask=inside, other=0.0).to(tl.float32)
+                new_ptrs = x_ptrs + (start + local).to(tl.int64)[:, None] * x_stride
+                value = tl.load(new_ptrs, mask=live & is_new, other=0.0).to(tl.float32)
+                if token + first < start + K - 1:
+                    old_ptrs = source_ptrs + (local + K - 1)[:, None] * C
+                    value += tl.load(old_ptrs, mask=live_old & ~is_new, other=0.0).to(tl.float32)
+                total += weight[None, :] * value
+            out_ptrs = out_ptr + (token + i).to(tl.int64)[:, None] * C + channels[None, :]
+            tl.store(out_ptrs, silu(total).to(out_ptr.dtype.element_ty), mask=live)
         if token == start:
             tl.debug_barrier()
             if save_starts_ptr is not None:
@@ -124,13 +125,33 @@ def _conv_kernel(
                     if (row >= 0) & (before >= 0) & (before <= end - start):
                         target = pool_ptr + row * pool_stride + channels[None, :]
                         _keep(
-                            x_ptrs, x_stride, source_ptrs, target, start, before, inside, inside_old, C, K, K_PADDED
+                            x_ptrs,
+                            x_stride,
+                            source_ptrs,
+                            target,
+                            start,
+                            before,
+                            inside,
+                            inside_old,
+                            C,
+                            K,
+                            K_PADDED,
                         )
             row = tl.load(rows_ptr + sequence).to(tl.int64)
             if row >= 0:
                 target = pool_ptr + row * pool_stride + channels[None, :]
                 _keep(
-                    x_ptrs, x_stride, source_ptrs, target, start, end - start, inside, inside_old, C, K, K_PADDED
+                    x_ptrs,
+                    x_stride,
+                    source_ptrs,
+                    target,
+                    start,
+                    end - start,
+                    inside,
+                    inside_old,
+                    C,
+                    K,
+                    K_PADDED,
                 )
 
 
@@ -222,7 +243,7 @@ def causal_conv_triton(
             C=channels,
             K=k,
             K_PADDED=next_power_of_2(k),
-            CHUNK=CHUNK,
+            TOKENS=_TOKENS,
             CHANNELS=width,
             num_warps=4,
             **pdl_options(x),

@@ -18,7 +18,7 @@ from nanovllm.kernels.kinds import Kinds
 L2_EPS = 1e-6  # added to the sum of squares of q and of k
 MOST_DIM, MOST_RATIO = 256, 8
 # The precision of products of float32, by the dtype of q, k and v.
-PRECISIONS = Kinds("dtype", {torch.float32: "ieee", torch.bfloat16: "tf32", torch.float16: "tf32"})
+PRECISIONS = Kinds("dtype", {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"})
 
 
 class DeltaHeads(NamedTuple):
@@ -55,13 +55,13 @@ def check_delta(qkv: torch.Tensor, gates: Gates, heads: DeltaHeads, pool: torch.
     dims = (heads.k_dim, heads.v_dim)
     if rest or not 1 <= ratio <= MOST_RATIO or any(dim % 16 or not 0 < dim <= MOST_DIM for dim in dims):
         raise ValueError(
-            f"{heads} is not supported: there are 1 to {MOST_RATIO} value heads for each key head, and dims are "
-            f"multiples of 16 up to {MOST_DIM}"
+            f"{heads} is not supported: there are 1 to {MOST_RATIO} value heads for each key head, and dims "
+            f"are multiples of 16 up to {MOST_DIM}"
         )
     if qkv.shape[1:] != (heads.channels,) or pool.shape[1:] != heads.state:
         raise ValueError(
-            f"qkv is [T, {heads.channels}] and pool [rows, {', '.join(map(str, heads.state))}] for {heads}, but "
-            f"they have {[*qkv.shape]} and {[*pool.shape]}"
+            f"qkv is [T, {heads.channels}] and pool [rows, {', '.join(map(str, heads.state))}] for {heads}, "
+            f"but they have {[*qkv.shape]} and {[*pool.shape]}"
         )
     token = (len(qkv), heads.v_heads)
     expected = (token, token, token[1:], token[1:])
@@ -89,7 +89,9 @@ def decay_and_beta(
     e = tl.exp(-tl.abs(x))
     one_more = 1.0 + e
     # log(1 + e), exact for a small e too (Kahan).
-    log = tl.where(one_more == 1.0, e, tl.log(one_more) * (e / tl.where(one_more == 1.0, 1.0, one_more - 1.0)))
+    log = tl.where(
+        one_more == 1.0, e, tl.log(one_more) * (e / tl.where(one_more == 1.0, 1.0, one_more - 1.0))
+    )
     g = -tl.exp(a_log.to(tl.float32)) * (tl.maximum(x, 0.0) + log)
     beta = 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
     return g, beta.to(b.dtype).to(tl.float32)

@@ -7,6 +7,9 @@ Gated Delta Networks and Parallelizing linear transformers with the delta rule, 
     o = exp(G) q S + P d,    P[i, j] = q[i] k[j] exp(G[i] - G[j]), j <= i
     S = exp(G[last]) S + sum over j of exp(G[last] - G[j]) k[j] d[j]^T
 
+M keeps the influence of one token on another through all between: where keys repeat, its rows sum to almost
+nothing, and an error of 16 bits adds up to a tenth of the result. So it is kept as a sum of two matrices.
+
 A first kernel computes M and P of all chunks at once. A second one goes through the chunks of a sequence with
 S in registers; it reads q, k and v as the convolution wrote them, because norms are factors of rows.
 """
@@ -18,7 +21,6 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.compat import (
-    INTERPRETED,
     await_inputs,
     by_device,
     jit,
@@ -27,6 +29,7 @@ from nanovllm.kernels.compat import (
     shared_memory,
     tl,
 )
+from nanovllm.kernels.kinds import Kinds
 from nanovllm.states.kernels.delta_heads import (
     L2_EPS,
     PRECISIONS,
@@ -37,6 +40,7 @@ from nanovllm.states.kernels.delta_heads import (
 )
 from nanovllm.states.kernels.delta_prefill_reference import delta_prefill_reference
 from nanovllm.states.kernels.packed import CHUNK, Packed, Saves
+from nanovllm.states.kernels.triangular import inverse, product
 
 _DIAGONAL = 16  # rows of the blocks of A that are inverted row by row
 _BLOCK_K = 64  # elements of keys that the first kernel multiplies at once
@@ -50,50 +54,12 @@ class PrefillTiles(NamedTuple):
     warps: int  # of the second kernel
     stages: int  # the same; limited by shared memory
     first_warps: int  # of the first kernel
+    inverse: str = "tf32x3"  # the precision of the inverse's products; "tf32" has 11 bits
 
 
 PREFILL_TILES = PrefillTiles(64, 4, 2, 4)
-_PLAIN = PrefillTiles(16, 4, 1, 4)  # for float32, which has no tensor cores at full precision
-
-
-@jit()
-def product(a: tl.tensor, b: tl.tensor, total: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
-    """total + a @ b in float32; PRECISION counts for factors of float32."""
-    if INTERPRETED:  # the interpreter would multiply bfloat16 as the integers that hold its bits
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision=PRECISION)
-
-
-@jit()
-def inverse(lower: tl.tensor, PRECISION: tl.constexpr, C: tl.constexpr, B: tl.constexpr) -> tl.tensor:
-    """(I + lower)^-1, for `lower` [C, C] float32 that is 0 on its diagonal and above.
-
-    Blocks of B on the diagonal are inverted by substitution, all at once: D. The rest L lies in blocks below,
-    so M = D L has M^4 = 0 for C = 4 B, and the inverse is (I - M) (I + M^2) D. Substitution within blocks
-    keeps the figures small where keys repeat; powers of `lower` itself would not.
-    """
-    tl.static_assert(C == 4 * B, "a power of M is missing")
-    n: tl.constexpr = C // B
-    block = tl.arange(0, n)
-    r = tl.arange(0, B)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    diagonal = tl.sum(tl.where(same, tl.reshape(lower, (n, B, n, B)), 0.0), axis=2)
-    inverted = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, tl.zeros_like(diagonal))
-    for i in range(1, B):
-        here = (r == i)[None, :, None]
-        row = tl.sum(tl.where(here, diagonal, 0.0), axis=1)
-        more = tl.sum(row[:, :, None] * inverted, axis=1)
-        inverted = tl.where(here, inverted - more[:, None, :], inverted)
-    index = tl.arange(0, C)
-    is_below = (index // B)[:, None] > (index // B)[None, :]
-    d = tl.reshape(tl.where(same, inverted[:, :, None, :], 0.0), (C, C))
-    zeros = tl.zeros((C, C), dtype=tl.float32)
-    m = product(d, tl.where(is_below, lower, 0.0), zeros, PRECISION)
-    squared = product(m, m, zeros, PRECISION)
-    left = tl.where(index[:, None] == index[None, :], 1.0, 0.0) - m
-    left = product(left, squared, left, PRECISION)
-    return product(left, d, zeros, PRECISION)
+_PLAIN = PrefillTiles(32, 8, 1, 8)
+_TILES = Kinds("dtype", {torch.float32: _PLAIN, torch.bfloat16: PREFILL_TILES, torch.float16: PREFILL_TILES})
 
 
 @jit()
@@ -104,6 +70,7 @@ def _chunk_kernel(
     a_log_ptr: tl.tensor,
     dt_bias_ptr: tl.tensor,
     m_ptr: tl.tensor,
+    m_rest_ptr: tl.tensor,
     p_ptr: tl.tensor,
     vectors_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
@@ -121,6 +88,7 @@ def _chunk_kernel(
     C: tl.constexpr,
     DIAGONAL: tl.constexpr,
     PRECISION: tl.constexpr,
+    OF_INVERSE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
     """One program for a chunk and a value head: its M, P and vectors."""
@@ -160,11 +128,14 @@ def _chunk_kernel(
         decay *= k_factor[None, :]
         is_before = i[:, None] > i[None, :]
         lower = tl.where(is_before, kk * decay * (k_factor * beta)[:, None], 0.0)
-        m = inverse(lower, PRECISION, C, DIAGONAL) * beta[None, :]
+        m = inverse(lower, OF_INVERSE, C, DIAGONAL) * beta[None, :]
         p = qk * decay * q_factor[:, None]
         place = chunk * V_HEADS + head
         cells = place * (C * C) + i[:, None] * C + i[None, :]
-        tl.store(m_ptr + cells, m.to(m_ptr.dtype.element_ty))
+        rounded = m.to(m_ptr.dtype.element_ty)
+        tl.store(m_ptr + cells, rounded)
+        if m_rest_ptr is not None:
+            tl.store(m_rest_ptr + cells, (m - rounded.to(tl.float32)).to(m_rest_ptr.dtype.element_ty))
         tl.store(p_ptr + cells, p.to(p_ptr.dtype.element_ty))
         vectors = vectors_ptr + place * (VECTORS * C) + i
         tl.store(vectors, total)
@@ -178,6 +149,7 @@ def _new_values(
     k: tl.tensor,
     v: tl.tensor,
     m_ptr: tl.tensor,
+    m_rest_ptr: tl.tensor,
     place: tl.tensor,
     from_state: tl.tensor,
     C: tl.constexpr,
@@ -185,17 +157,21 @@ def _new_values(
 ) -> tl.tensor:
     """d [C, COLUMNS] of a chunk; from_state: exp(G) and the norms of k."""
     i = tl.arange(0, C)
-    m = tl.load(m_ptr + place * (C * C) + i[:, None] * C + i[None, :])
+    cells = place * (C * C) + i[:, None] * C + i[None, :]
     zeros = tl.zeros((C, state.shape[1]), dtype=tl.float32)
     known = product(k, state.to(k.dtype), zeros, PRECISION)
-    rest = v.to(tl.float32) - known * from_state[:, None]
-    return product(m, rest.to(k.dtype), zeros, PRECISION)
+    rest = (v.to(tl.float32) - known * from_state[:, None]).to(k.dtype)
+    new = product(tl.load(m_ptr + cells), rest, zeros, PRECISION)
+    if m_rest_ptr is not None:
+        new = product(tl.load(m_rest_ptr + cells), rest, new, PRECISION)
+    return new
 
 
 @jit("starts_ptr", "positions_ptr", "rows_ptr", "sources_ptr")
 def _scan_kernel(
     qkv_ptr: tl.tensor,
     m_ptr: tl.tensor,
+    m_rest_ptr: tl.tensor,
     p_ptr: tl.tensor,
     vectors_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -260,11 +236,11 @@ def _scan_kernel(
         done = 0
         for run in range(save, last_save + 1):
             until = chunks
-            before = 0
+            before = end - begin
             if save_starts_ptr is not None:
-                if run < last_save:
-                    before = tl.load(save_positions_ptr + run) - position
-                    until = tl.minimum(tl.maximum((offset + before) // C, 0), chunks)
+                before = tl.load(save_positions_ptr + run, mask=run < last_save, other=0) - position
+                border = tl.maximum(offset + before, 0) // C  # at or before the save
+                until = tl.where(run < last_save, tl.minimum(border, chunks), chunks)
             for chunk in range(done, until):
                 token = begin + tl.maximum(chunk * C - offset, 0)
                 live = token + c < tl.minimum(begin + (chunk + 1) * C - offset, end)
@@ -282,7 +258,7 @@ def _scan_kernel(
                 q_factor = tl.load(vectors + 2 * C + c)
                 last = tl.load(vectors + C - 1)
                 carried = tl.exp(total)
-                new = _new_values(state, k, v, m_ptr, place, carried * k_factor, C, PRECISION)
+                new = _new_values(state, k, v, m_ptr, m_rest_ptr, place, carried * k_factor, C, PRECISION)
                 out = product(q, state.to(q.dtype), tl.zeros((C, COLUMNS), dtype=tl.float32), PRECISION)
                 out = product(p, new.to(q.dtype), out * (carried * q_factor)[:, None], PRECISION)
                 out_ptrs = out_ptr + tokens * (V_HEADS * DV) + head * DV + j[None, :]
@@ -291,46 +267,44 @@ def _scan_kernel(
                 state = product(tl.trans(k), kept.to(k.dtype), state * tl.exp(last), PRECISION)
             done = tl.maximum(done, until)
             if save_starts_ptr is not None:
-                if run < last_save:
-                    to = tl.load(save_rows_ptr + run).to(tl.int64)
-                    if (to >= 0) & (before >= 0) & (before <= end - begin):
-                        token = begin + tl.maximum(done * C - offset, 0)
-                        count = begin + before - token
-                        saved = state
-                        if count > 0:
-                            live = c < count
-                            tokens = (token + c).to(tl.int64)[:, None]
-                            k_mask = live[:, None] & in_k[None, :]
-                            k = tl.load(k_base + tokens * qkv_stride, mask=k_mask, other=0.0)
-                            v_mask = live[:, None] & in_v[None, :]
-                            v = tl.load(v_base + tokens * qkv_stride, mask=v_mask, other=0.0)
-                            place = (first_chunk + done).to(tl.int64) * V_HEADS + head
-                            vectors = vectors_ptr + place * (VECTORS * C)
-                            total = tl.load(vectors + c)
-                            k_factor = tl.load(vectors + C + c)
-                            last = tl.load(vectors + count - 1)
-                            from_state = tl.exp(total) * k_factor
-                            new = _new_values(state, k, v, m_ptr, place, from_state, C, PRECISION)
-                            factor = tl.where(live, tl.exp(tl.minimum(last - total, 0.0)) * k_factor, 0.0)
-                            kept = (new * factor[:, None]).to(k.dtype)
-                            saved = product(tl.trans(k), kept, state * tl.exp(last), PRECISION)
-                        target = cells + to * pool_stride
-                        tl.store(target, saved.to(pool_ptr.dtype.element_ty), mask=in_cells)
+                to = tl.load(save_rows_ptr + run, mask=run < last_save, other=-1).to(tl.int64)
+                if (to >= 0) & (before >= 0) & (before <= end - begin):
+                    count = before - tl.maximum(done * C - offset, 0)
+                    saved = state
+                    if count > 0:
+                        live = c < count
+                        tokens = (begin + before - count + c).to(tl.int64)[:, None]
+                        k = tl.load(
+                            k_base + tokens * qkv_stride, mask=live[:, None] & in_k[None, :], other=0.0
+                        )
+                        v = tl.load(
+                            v_base + tokens * qkv_stride, mask=live[:, None] & in_v[None, :], other=0.0
+                        )
+                        place = (first_chunk + done).to(tl.int64) * V_HEADS + head
+                        vectors = vectors_ptr + place * (VECTORS * C)
+                        total = tl.load(vectors + c)
+                        k_factor = tl.load(vectors + C + c)
+                        last = tl.load(vectors + count - 1)
+                        from_state = tl.exp(total) * k_factor
+                        new = _new_values(state, k, v, m_ptr, m_rest_ptr, place, from_state, C, PRECISION)
+                        factor = tl.where(live, tl.exp(tl.minimum(last - total, 0.0)) * k_factor, 0.0)
+                        kept = (new * factor[:, None]).to(k.dtype)
+                        saved = product(tl.trans(k), kept, state * tl.exp(last), PRECISION)
+                    target = cells + to * pool_stride
+                    tl.store(target, saved.to(pool_ptr.dtype.element_ty), mask=in_cells)
         if row >= 0:
             tl.store(cells + row * pool_stride, state.to(pool_ptr.dtype.element_ty), mask=in_cells)
 
 
 def choose_tiles(heads: DeltaHeads, dtype: torch.dtype) -> PrefillTiles:
     """The tiles for these heads; they never depend on the sequences, and so no bits do."""
-    if dtype == torch.float32:
-        return _PLAIN
-    columns = min(PREFILL_TILES.columns, max(16, next_power_of_2(heads.v_dim)))
-    return PREFILL_TILES._replace(columns=columns)
+    tiles = _TILES[dtype]
+    return tiles._replace(columns=min(tiles.columns, next_power_of_2(heads.v_dim)))
 
 
 def _stages(tiles: PrefillTiles, heads: DeltaHeads, qkv: torch.Tensor) -> int:
-    """As many as fit: a stage holds a chunk's q, k, v, M and P."""
-    width = 2 * next_power_of_2(heads.k_dim) + tiles.columns + 2 * CHUNK
+    """As many as fit: a stage holds a chunk's q, k, v, both parts of M, and P."""
+    width = 2 * next_power_of_2(heads.k_dim) + tiles.columns + 3 * CHUNK
     rest = shared_memory(qkv.device) - qkv.itemsize * tiles.columns * (heads.k_dim + 2 * CHUNK)
     return max(1, min(tiles.stages, rest // (qkv.itemsize * CHUNK * width)))
 
@@ -364,7 +338,9 @@ def delta_prefill_triton(
     if chunks == 0:
         return out
     tiles = tiles or choose_tiles(heads, qkv.dtype)
-    m, p = qkv.new_empty(2, chunks, heads.v_heads, CHUNK, CHUNK)
+    shape = (chunks, heads.v_heads, CHUNK, CHUNK)
+    m, p = qkv.new_empty(2, *shape)
+    m_rest = qkv.new_empty(shape) if qkv.itemsize < 4 else None
     vectors = qkv.new_empty(chunks, heads.v_heads, _VECTORS, CHUNK, dtype=torch.float32)
     common = {
         "K_HEADS": heads.k_heads,
@@ -379,6 +355,7 @@ def delta_prefill_triton(
         qkv,
         *gates,
         m,
+        m_rest,
         p,
         vectors,
         packed.chunk_tokens,
@@ -390,12 +367,14 @@ def delta_prefill_triton(
         L2_EPS,
         BLOCK_K=min(_BLOCK_K, next_power_of_2(heads.k_dim)),
         DIAGONAL=_DIAGONAL,
+        OF_INVERSE=tiles.inverse,
         num_warps=tiles.first_warps,
         **common,
     )
     _scan_kernel[(heads.v_heads * -(-heads.v_dim // tiles.columns), len(packed.rows))](
         qkv,
         m,
+        m_rest,
         p,
         vectors,
         out,

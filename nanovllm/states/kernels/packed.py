@@ -18,8 +18,8 @@ CHUNK = 64  # positions of a chunk, and of the grid
 class Packed(NamedTuple):
     """S sequences whose new tokens lie one after the other in T rows, and their chunks; see `pack`.
 
-    All are int32. A chunk is what a sequence has of new tokens between two multiples of CHUNK *positions*, so
-    a sequence that is cut at such multiples has the same chunks, and with them the same bits, as in one piece.
+    All are int32. A chunk is what a sequence has of new tokens between two multiples of CHUNK *positions*. A
+    sequence that is cut at such multiples thus has the same chunks, and so the same bits, as in one piece.
     """
 
     starts: torch.Tensor  # [S + 1] the first row of each sequence, and the end of the last one
@@ -52,8 +52,8 @@ class Saves(NamedTuple):
         for sequence, position, row in entries:
             if not 0 <= sequence < sequences or position < 0:
                 raise ValueError(
-                    f"a state of sequence {sequence} at position {position} cannot go to row {row}: there are "
-                    f"sequences 0 to {sequences - 1}, and positions from 0 on"
+                    f"a state of sequence {sequence} at position {position} cannot go to row {row}: there "
+                    f"are sequences 0 to {sequences - 1}, and positions from 0 on"
                 )
             starts[sequence + 1] += 1
         for index in range(sequences):
@@ -125,7 +125,9 @@ def places(packed: Packed, saves: Saves | None) -> list[Place]:
         start, end = starts[index : index + 2]
         mine = slice(kept[0][index], kept[0][index + 1])
         pairs = zip(kept[1][mine], kept[2][mine], strict=True)
-        asked = [(at - position, to) for at, to in pairs if to != PADDING and 0 <= at - position <= end - start]
+        asked = [
+            (at - position, to) for at, to in pairs if to != PADDING and 0 <= at - position <= end - start
+        ]
         if end > start:
             found.append(Place(start, end, position, row, source if position else PADDING, asked))
     return found
