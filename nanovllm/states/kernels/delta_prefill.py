@@ -54,7 +54,6 @@ class PrefillTiles(NamedTuple):
     warps: int  # of the second kernel
     stages: int  # the same; limited by shared memory
     first_warps: int  # of the first kernel
-    inverse: str = "tf32x3"  # the precision of the inverse's products; "tf32" has 11 bits
 
 
 PREFILL_TILES = PrefillTiles(64, 4, 2, 4)
@@ -88,7 +87,7 @@ def _chunk_kernel(
     C: tl.constexpr,
     DIAGONAL: tl.constexpr,
     PRECISION: tl.constexpr,
-    OF_INVERSE: tl.constexpr,
+    HALVES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
     """One program for a chunk and a value head: its M, P and vectors."""
@@ -128,7 +127,7 @@ def _chunk_kernel(
         decay *= k_factor[None, :]
         is_before = i[:, None] > i[None, :]
         lower = tl.where(is_before, kk * decay * (k_factor * beta)[:, None], 0.0)
-        m = inverse(lower, OF_INVERSE, C, DIAGONAL) * beta[None, :]
+        m = inverse(lower, HALVES, C, DIAGONAL) * beta[None, :]
         p = qk * decay * q_factor[:, None]
         place = chunk * V_HEADS + head
         cells = place * (C * C) + i[:, None] * C + i[None, :]
@@ -367,7 +366,7 @@ def delta_prefill_triton(
         L2_EPS,
         BLOCK_K=min(_BLOCK_K, next_power_of_2(heads.k_dim)),
         DIAGONAL=_DIAGONAL,
-        OF_INVERSE=tiles.inverse,
+        HALVES=m_rest is not None,
         num_warps=tiles.first_warps,
         **common,
     )

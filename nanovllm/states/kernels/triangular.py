@@ -15,7 +15,21 @@ def product(a: tl.tensor, b: tl.tensor, total: tl.tensor, PRECISION: tl.constexp
 
 
 @jit()
-def inverse(lower: tl.tensor, PRECISION: tl.constexpr, C: tl.constexpr, B: tl.constexpr) -> tl.tensor:
+def wide_product(a: tl.tensor, b: tl.tensor, total: tl.tensor, HALVES: tl.constexpr) -> tl.tensor:
+    """total + a @ b for float32, with 16 bits of each factor (HALVES: sums of two bfloat16), or 21."""
+    if not HALVES:
+        return product(a, b, total, "tf32x3")
+    a_high = a.to(tl.bfloat16)
+    b_high = b.to(tl.bfloat16)
+    a_low = (a - a_high.to(tl.float32)).to(tl.bfloat16)
+    b_low = (b - b_high.to(tl.float32)).to(tl.bfloat16)
+    total = product(a_low, b_high, total, "ieee")
+    total = product(a_high, b_low, total, "ieee")
+    return product(a_high, b_high, total, "ieee")
+
+
+@jit()
+def inverse(lower: tl.tensor, HALVES: tl.constexpr, C: tl.constexpr, B: tl.constexpr) -> tl.tensor:
     """(I + lower)^-1, for `lower` [C, C] float32 that is 0 on its diagonal and above.
 
     Blocks of B on the diagonal are inverted by substitution, all at once: D. The rest L lies in blocks below,
@@ -38,8 +52,8 @@ def inverse(lower: tl.tensor, PRECISION: tl.constexpr, C: tl.constexpr, B: tl.co
     is_below = (index // B)[:, None] > (index // B)[None, :]
     d = tl.reshape(tl.where(same, inverted[:, :, None, :], 0.0), (C, C))
     zeros = tl.zeros((C, C), dtype=tl.float32)
-    m = product(d, tl.where(is_below, lower, 0.0), zeros, PRECISION)
-    squared = product(m, m, zeros, PRECISION)
+    m = wide_product(d, tl.where(is_below, lower, 0.0), zeros, HALVES)
+    squared = wide_product(m, m, zeros, HALVES)
     left = tl.where(index[:, None] == index[None, :], 1.0, 0.0) - m
-    left = product(left, squared, left, PRECISION)
-    return product(left, d, zeros, PRECISION)
+    left = wide_product(left, squared, left, HALVES)
+    return wide_product(left, d, zeros, HALVES)
