@@ -34,11 +34,9 @@ PROMPTS = {"16,384 tokens, 1 row": [16384], "16,384 tokens, 64 rows": [256] * 64
 PROMPTS["16,384 tokens, 1 of 8,192, 64 of 128"] = [8192, *[128] * 64]
 BUS = {"H200": 4.8e12, "H100": 3.35e12}  # bytes per second, as NVIDIA states them
 STEP_SWEEP = [StepTile(*each) for each in product((16, 32, 64, 128), (1, 2, 4, 8))]
-PREFILL_SWEEP = [
-    PrefillTiles(columns, warps, stages, first)
-    for columns, warps, stages in product((16, 32, 64, 128), (4, 8), (1, 2, 3))
-    for first in ((4, 8) if (columns, warps, stages) == (64, 4, 2) else (4,))
-]
+PREFILL_SWEEP = [PrefillTiles(*each, 4, 168) for each in product((16, 32, 64, 128), (4, 8), (1, 2, 3))]
+FIRST_SWEEP = [(4, None), (4, 128), (8, None), (8, 128), (8, 80)]  # warps and registers
+PREFILL_SWEEP += [PrefillTiles(64, 4, 2, *each) for each in FIRST_SWEEP]
 LINES: list[str] = []
 
 
@@ -288,7 +286,9 @@ def main() -> None:
     parser.add_argument("--output", default=os.devnull, help="a file for all lines of the sweep")
     parser.add_argument("--sweep", action="store_true", help="try many tiles")
     parser.add_argument("--step-tiles", nargs="*", default=[], metavar="COLUMNS,WARPS")
-    parser.add_argument("--prefill-tiles", nargs="*", default=[], metavar="COLUMNS,WARPS,STAGES,FIRST_WARPS")
+    parser.add_argument(
+        "--prefill-tiles", nargs="*", default=[], metavar="COLUMNS,WARPS,STAGES,FIRST_WARPS[,FIRST_REGISTERS]"
+    )
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--only", choices=("step", "prefill", "others"), help="one of the three parts")
     args = parser.parse_args()

@@ -44,6 +44,7 @@ from nanovllm.states.kernels.triangular import inverse, product
 
 _DIAGONAL = 16  # rows of the blocks of A that are inverted row by row
 _BLOCK_K = 64  # elements of keys that the first kernel multiplies at once
+_STATE = 8192  # elements of a program's state: with more its registers overflow
 _VECTORS = 3  # of a chunk and head: the sums of g, the factors of k, those of q
 
 
@@ -54,9 +55,10 @@ class PrefillTiles(NamedTuple):
     warps: int  # of the second kernel
     stages: int  # the same; limited by shared memory
     first_warps: int  # of the first kernel
+    first_registers: int | None = None  # the maximum for a thread of it
 
 
-PREFILL_TILES = PrefillTiles(64, 4, 2, 4)
+PREFILL_TILES = PrefillTiles(64, 4, 2, 4, 168)  # so that three programs fit on a multiprocessor
 _PLAIN = PrefillTiles(32, 8, 1, 8)
 _TILES = Kinds("dtype", {torch.float32: _PLAIN, torch.bfloat16: PREFILL_TILES, torch.float16: PREFILL_TILES})
 
@@ -125,21 +127,21 @@ def _chunk_kernel(
         is_earlier = i[:, None] >= i[None, :]
         decay = tl.exp(tl.where(is_earlier, total[:, None] - total[None, :], float("-inf")))
         decay *= k_factor[None, :]
-        is_before = i[:, None] > i[None, :]
-        lower = tl.where(is_before, kk * decay * (k_factor * beta)[:, None], 0.0)
-        m = inverse(lower, HALVES, C, DIAGONAL) * beta[None, :]
-        p = qk * decay * q_factor[:, None]
         place = chunk * V_HEADS + head
         cells = place * (C * C) + i[:, None] * C + i[None, :]
-        rounded = m.to(m_ptr.dtype.element_ty)
-        tl.store(m_ptr + cells, rounded)
-        if m_rest_ptr is not None:
-            tl.store(m_rest_ptr + cells, (m - rounded.to(tl.float32)).to(m_rest_ptr.dtype.element_ty))
+        p = qk * decay * q_factor[:, None]  # first, so that its registers are free
         tl.store(p_ptr + cells, p.to(p_ptr.dtype.element_ty))
         vectors = vectors_ptr + place * (VECTORS * C) + i
         tl.store(vectors, total)
         tl.store(vectors + C, k_factor)
         tl.store(vectors + 2 * C, q_factor)
+        is_before = i[:, None] > i[None, :]
+        lower = tl.where(is_before, kk * decay * (k_factor * beta)[:, None], 0.0)
+        m = inverse(lower, HALVES, C, DIAGONAL) * beta[None, :]
+        rounded = m.to(m_ptr.dtype.element_ty)
+        tl.store(m_ptr + cells, rounded)
+        if m_rest_ptr is not None:
+            tl.store(m_rest_ptr + cells, (m - rounded.to(tl.float32)).to(m_rest_ptr.dtype.element_ty))
 
 
 @jit()
@@ -298,7 +300,8 @@ def _scan_kernel(
 def choose_tiles(heads: DeltaHeads, dtype: torch.dtype) -> PrefillTiles:
     """The tiles for these heads; they never depend on the sequences, and so no bits do."""
     tiles = _TILES[dtype]
-    return tiles._replace(columns=min(tiles.columns, next_power_of_2(heads.v_dim)))
+    most = _STATE // next_power_of_2(heads.k_dim)
+    return tiles._replace(columns=min(tiles.columns, most, next_power_of_2(heads.v_dim)))
 
 
 def _stages(tiles: PrefillTiles, heads: DeltaHeads, qkv: torch.Tensor) -> int:
@@ -368,6 +371,7 @@ def delta_prefill_triton(
         DIAGONAL=_DIAGONAL,
         HALVES=m_rest is not None,
         num_warps=tiles.first_warps,
+        maxnreg=tiles.first_registers,
         **common,
     )
     _scan_kernel[(heads.v_heads * -(-heads.v_dim // tiles.columns), len(packed.rows))](

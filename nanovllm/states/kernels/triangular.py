@@ -42,12 +42,13 @@ def inverse(lower: tl.tensor, HALVES: tl.constexpr, C: tl.constexpr, B: tl.const
     r = tl.arange(0, B)
     same = block[:, None, None, None] == block[None, None, :, None]
     diagonal = tl.sum(tl.where(same, tl.reshape(lower, (n, B, n, B)), 0.0), axis=2)
+    # Transposed, so that sums run along the last axis, which lies within a warp.
     inverted = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, tl.zeros_like(diagonal))
     for i in range(1, B):
-        here = (r == i)[None, :, None]
-        row = tl.sum(tl.where(here, diagonal, 0.0), axis=1)
-        more = tl.sum(row[:, :, None] * inverted, axis=1)
-        inverted = tl.where(here, inverted - more[:, None, :], inverted)
+        row = tl.sum(tl.where((r == i)[None, :, None], diagonal, 0.0), axis=1)
+        more = tl.sum(row[:, None, :] * inverted, axis=2)
+        inverted = tl.where((r == i)[None, None, :], inverted - more[:, :, None], inverted)
+    inverted = tl.permute(inverted, (0, 2, 1))
     index = tl.arange(0, C)
     is_below = (index // B)[:, None] > (index // B)[None, :]
     d = tl.reshape(tl.where(same, inverted[:, :, None, :], 0.0), (C, C))
