@@ -22,37 +22,7 @@ def silu(x: tl.tensor) -> tl.tensor:
     return x / (1.0 + tl.exp(-x))
 
 
-@jit()
-def _keep(
-    x_ptr: tl.tensor,
-    x_stride: int,
-    source_ptr: tl.tensor,
-    target_ptr: tl.tensor,
-    start: tl.tensor,
-    before: tl.tensor,
-    inside: tl.tensor,
-    inside_old: tl.tensor,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    K_PADDED: tl.constexpr,
-) -> None:
-    """Write the K - 1 inputs before a token, of some channels: of the sequence's `before` new tokens, and
-    before these of the row it begins with. Pointers are to the channels; inside_old: those that this row has.
-    """
-    place = tl.arange(0, K_PADDED)
-    local = before - (K - 1) + place
-    live = (place < K - 1)[:, None] & inside[None, :]
-    live_old = (place < K - 1)[:, None] & inside_old[None, :]
-    is_new = (local >= 0)[:, None]
-    new_ptrs = x_ptr + (start + local).to(tl.int64)[:, None] * x_stride
-    new = tl.load(new_ptrs, mask=live & is_new, other=0.0)
-    old_ptrs = source_ptr + (local + K - 1)[:, None] * C
-    old = tl.load(old_ptrs, mask=live_old & ~is_new, other=0.0).to(new.dtype)
-    tl.debug_barrier()  # source and target may be one row
-    tl.store(target_ptr + place[:, None] * C, tl.where(is_new, new, old), mask=live)
-
-
-@jit("starts_ptr", "positions_ptr", "rows_ptr", "sources_ptr")
+@jit("starts_ptr", "positions_ptr", "sources_ptr")
 def _conv_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -61,25 +31,19 @@ def _conv_kernel(
     pool_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     positions_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
     sources_ptr: tl.tensor,
     seqs_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    save_starts_ptr: tl.tensor,
-    save_positions_ptr: tl.tensor,
-    save_rows_ptr: tl.tensor,
     x_stride: int,
     pool_stride: int,
     C: tl.constexpr,
     K: tl.constexpr,
-    K_PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
-    """One program for a chunk and CHANNELS channels. The one of a sequence's first chunk alone reads and
-    writes the pool, so that none reads what another has written."""
+    """One program for a chunk and CHANNELS channels, of which it computes TOKENS rows at a time."""
     await_inputs(USE_PDL)
     chunk = tl.program_id(1)
     count = tl.load(counts_ptr + chunk)
@@ -87,7 +51,6 @@ def _conv_kernel(
         sequence = tl.load(seqs_ptr + chunk)
         token = tl.load(tokens_ptr + chunk)
         start = tl.load(starts_ptr + sequence)
-        end = tl.load(starts_ptr + sequence + 1)
         position = tl.load(positions_ptr + sequence)
         source = tl.load(sources_ptr + sequence).to(tl.int64)
         channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -114,45 +77,67 @@ def _conv_kernel(
                 total += weight[None, :] * value
             out_ptrs = out_ptr + (token + i).to(tl.int64)[:, None] * C + channels[None, :]
             tl.store(out_ptrs, silu(total).to(out_ptr.dtype.element_ty), mask=live)
-        if token == start:
-            tl.debug_barrier()
+
+
+@jit("starts_ptr", "positions_ptr", "rows_ptr", "sources_ptr")
+def _keep_kernel(
+    x_ptr: tl.tensor,
+    pool_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    sources_ptr: tl.tensor,
+    save_starts_ptr: tl.tensor,
+    save_positions_ptr: tl.tensor,
+    save_rows_ptr: tl.tensor,
+    x_stride: int,
+    pool_stride: int,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+) -> None:
+    """One program for a sequence and CHANNELS channels: the K - 1 inputs before each save and before the end.
+
+    A kernel of its own: all programs of the convolution have then read the row that is written here.
+    """
+    await_inputs(USE_PDL)
+    sequence = tl.program_id(1)
+    start = tl.load(starts_ptr + sequence)
+    length = tl.load(starts_ptr + sequence + 1) - start
+    if length > 0:
+        position = tl.load(positions_ptr + sequence)
+        source = tl.load(sources_ptr + sequence).to(tl.int64)
+        channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+        inside = channels < C
+        inside_old = channels < tl.where((position > 0) & (source >= 0), C, 0)
+        place = tl.arange(0, K_PADDED)
+        is_place = (place < K - 1)[:, None]
+        save = 0
+        last_save = 0
+        if save_starts_ptr is not None:
+            save = tl.load(save_starts_ptr + sequence)
+            last_save = tl.load(save_starts_ptr + sequence + 1)
+        for each in range(save, last_save + 1):
+            before = length
+            row = tl.load(rows_ptr + sequence)
             if save_starts_ptr is not None:
-                for save in range(
-                    tl.load(save_starts_ptr + sequence), tl.load(save_starts_ptr + sequence + 1)
-                ):
-                    row = tl.load(save_rows_ptr + save).to(tl.int64)
-                    before = tl.load(save_positions_ptr + save) - position
-                    if (row >= 0) & (before >= 0) & (before <= end - start):
-                        target = pool_ptr + row * pool_stride + channels[None, :]
-                        _keep(
-                            x_ptrs,
-                            x_stride,
-                            source_ptrs,
-                            target,
-                            start,
-                            before,
-                            inside,
-                            inside_old,
-                            C,
-                            K,
-                            K_PADDED,
-                        )
-            row = tl.load(rows_ptr + sequence).to(tl.int64)
-            if row >= 0:
-                target = pool_ptr + row * pool_stride + channels[None, :]
-                _keep(
-                    x_ptrs,
-                    x_stride,
-                    source_ptrs,
-                    target,
-                    start,
-                    end - start,
-                    inside,
-                    inside_old,
-                    C,
-                    K,
-                    K_PADDED,
-                )
+                is_save = each < last_save
+                at = tl.load(save_positions_ptr + each, mask=is_save, other=0) - position
+                before = tl.where(is_save, at, length)
+                row = tl.where(is_save, tl.load(save_rows_ptr + each, mask=is_save, other=-1), row)
+            if (row >= 0) & (before >= 0) & (before <= length):
+                local = before - (K - 1) + place
+                is_new = (local >= 0)[:, None]
+                new_ptrs = x_ptr + (start + local).to(tl.int64)[:, None] * x_stride + channels[None, :]
+                new = tl.load(new_ptrs, mask=is_place & inside[None, :] & is_new, other=0.0)
+                old_ptrs = pool_ptr + source * pool_stride + (local + K - 1)[:, None] * C + channels[None, :]
+                old = tl.load(old_ptrs, mask=is_place & inside_old[None, :] & ~is_new, other=0.0)
+                tl.debug_barrier()  # this may be the row that is read
+                target = pool_ptr + row.to(tl.int64) * pool_stride + place[:, None] * C + channels[None, :]
+                dtype: tl.constexpr = pool_ptr.dtype.element_ty
+                tl.store(target, tl.where(is_new, new.to(dtype), old), mask=is_place & inside[None, :])
 
 
 @jit("rows_ptr")
@@ -229,21 +214,38 @@ def causal_conv_triton(
     chunks = len(packed.chunk_counts)
     if chunks:
         width = min(_CHANNELS, next_power_of_2(channels))
-        _conv_kernel[(-(-channels // width), chunks)](
+        parts = -(-channels // width)
+        _conv_kernel[(parts, chunks)](
             x,
             weight,
             bias,
             out,
             pool,
+            packed.starts,
+            packed.positions,
+            packed.sources,
+            packed.chunk_seqs,
+            packed.chunk_tokens,
+            packed.chunk_counts,
+            x.stride(0),
+            pool.stride(0),
+            C=channels,
+            K=k,
+            TOKENS=_TOKENS,
+            CHANNELS=width,
+            num_warps=4,
+            **pdl_options(x),
+        )
+        _keep_kernel[(parts, len(packed.rows))](
+            x,
+            pool,
             *packed[:4],
-            *packed[5:],
             *(saves or (None, None, None)),
             x.stride(0),
             pool.stride(0),
             C=channels,
             K=k,
             K_PADDED=next_power_of_2(k),
-            TOKENS=_TOKENS,
             CHANNELS=width,
             num_warps=4,
             **pdl_options(x),

@@ -72,6 +72,13 @@ def test_convolution_of_one_token(
 
 
 @both
+def test_a_second_chunk_begins_within_the_window_of_the_first(triton: bool) -> None:
+    """Its first token still needs what the sequence's row kept, which must not be overwritten before."""
+    case = state_cases.make_conv_case(24, 4, [3, 70, 2], [126, 63, 127])
+    state_cases.check_conv(conv(triton), case)
+
+
+@both
 def test_a_convolution_of_nothing(triton: bool) -> None:
     empty = packed_of([0, 0], [0, 5], [0, 1])
     assert conv(triton)(randn(0, 8), randn(8, 4), None, torch.zeros(2, 3, 8), empty).shape == (0, 8)
