@@ -17,7 +17,7 @@ from nanovllm.states.kernels.delta_step import delta_step_reference, delta_step_
 from nanovllm.states.kernels.packed import Packed, Saves, pack
 
 # Of results. The interpreter truncates to bfloat16.
-BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+BOUND = {torch.float64: 1e-12, torch.float32: 5e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
 
 def state_bound(operation: Any, case: Case) -> float:
@@ -101,6 +101,18 @@ def make_case(
     qkv = wide[:, : heads.channels]
     wide_dtype = torch.float64 if dtype == torch.float64 else pool_dtype
     return Case(heads, qkv, gates, pool.to(device, wide_dtype), lengths, positions, rows)
+
+
+def repeated(heads: DeltaHeads, length: int, b: float, dtype: torch.dtype, device: str) -> Case:
+    """One token again and again, q equal to k, with hardly any decay: powers of A would be huge, and the rows
+    of the chunk's inverse sum to almost nothing."""
+    case = make_case(heads, [length], dtype=dtype, device=device)
+    width = heads.k_heads * heads.k_dim
+    case.qkv[:] = case.qkv[:1].clone()
+    case.qkv[:, :width] = case.qkv[:, width : 2 * width]
+    case.gates.b[:] = b
+    case.gates.a_log[:] = -9.0
+    return case
 
 
 def exact_heads(qkv: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, ...]:
@@ -332,4 +344,4 @@ def check_gated_norm(operation: Any, shape: tuple[int, int, int], dtype: torch.d
     wide = x.double()
     normed = (wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()).to(dtype)
     expected = (normed * weight).double() * F.silu(z.double())
-    assert_close(operation(x, z, weight, 1e-6), expected, {F32: 1e-6}.get(dtype, BOUND[dtype] / 2))
+    assert_close(operation(x, z, weight, 1e-6), expected, {F32: 3e-6}.get(dtype, BOUND[dtype] / 2))

@@ -161,12 +161,9 @@ def test_cuts_within_a_chunk_are_noise(dtype: torch.dtype) -> None:
     )
 
 
-def test_keys_that_repeat() -> None:
-    case = make_case(A3B, [256], dtype=BF16, device=GPU)
-    case.qkv[:] = case.qkv[:1].clone()
-    case.gates.b[:] = 9.0
-    case.gates.a_log[:] = -9.0
-    state_cases.check_prefill_of_many(case)
+@pytest.mark.parametrize(("b", "dtype"), [(9.0, F32), (0.85, BF16), (9.0, BF16), (2.2, F16)], ids=str)
+def test_keys_that_repeat(b: float, dtype: torch.dtype) -> None:
+    state_cases.check_prefill_of_many(state_cases.repeated(A3B, 256, b, dtype, GPU))
 
 
 @pytest.mark.parametrize("lengths", PROMPTS, ids=lambda lengths: f"{len(lengths)}x{lengths[0]}")
