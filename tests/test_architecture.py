@@ -40,13 +40,13 @@ FLOORS = (
 )
 # A door imports the core and other doors, but no file imports itself through others.
 DOORS = {"chat", "cpu", "extras", "families", "formats", "moe", "parallel", "residency", "vllm", "windows"}
-DOORS |= {"cuda_graphs", "shared_prefixes"}
+DOORS |= {"cuda_graphs", "shared_prefixes", "states"}
 DOORS |= {"flash_attn", "hub", "integrations", "jobs", "report", "stats", "tables"}
 # What these reach through imports never needs torch. Only `engine` and what imports it reach them.
 WINGS = {"text", "plan"}
 NO_TORCH = WINGS | (FLOORS[0] - {"device"})
 COMPUTE = {"attention", "quantization", "layers", "models", "runner", "kernels"}
-COMPUTE |= {"families", "flash_attn", "formats", "moe", "cpu", "cuda_graphs", "shared_prefixes"}
+COMPUTE |= {"families", "flash_attn", "formats", "moe", "cpu", "cuda_graphs", "shared_prefixes", "states"}
 USES_TORCH_DISTRIBUTED = {"parallel"}
 COMPILERS = {"numba", "llvmlite"}
 # Others import them where they compile.
