@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.attention.base import AttentionMetadata, StepMetadata
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, StepMetadata
 from nanovllm.batch import NO_SLOT
 from nanovllm.device import Device
 from nanovllm.kernels.compat import in_graph, next_power_of_2
+from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.stream import Step, Stream
 from nanovllm.models.decoder import Attention, DecoderForCausalLM
 
@@ -125,6 +126,8 @@ class PrefillGraphs:
             return None
         for slots in self._slots:
             slots.fill_(NO_SLOT)
+        others = tuple(replace(other, copies=None) for other in meta.others)
+        meta = replace(meta, copies=None, others=others)  # copies are launched
         context = copy_context()
         context.run(in_graph.set, True)
 
@@ -182,19 +185,38 @@ class PrefillGraphs:
     @contextmanager
     def _cut(self, at: Callable[[Attention, torch.Tensor], None]) -> Iterator[None]:
         """In this context the layers call `at` with their queries, and take them for what was attended."""
-
-        def attend(layer: Attention, q: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-            q = q.contiguous()
-            at(layer, q)
-            return q
-
+        backends = [layer.backend for layer in self._layers]
         for layer in self._layers:
-            layer.__dict__["attend"] = partial(attend, layer)
+            layer.backend = _Cut(partial(at, layer))
         try:
             yield
         finally:
-            for layer in self._layers:
-                del layer.__dict__["attend"]
+            for layer, backend in zip(self._layers, backends, strict=True):
+                layer.backend = backend
+
+
+class _Cut(AttentionBackend):
+    """In place of a backend: a piece ends where it is called."""
+
+    def __init__(self, at: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._at = at
+
+    @classmethod
+    def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+        return None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        q = q.contiguous()
+        self._at(q)
+        return q
 
 
 def _fill(static: torch.Tensor, given: torch.Tensor, neutral: int) -> None:

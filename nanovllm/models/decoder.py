@@ -130,23 +130,22 @@ class Attention(WeightLayer):
         )
         if spec.kv_from is None:
             q = qk_norm_rope_store(q, k, v, rotation, self.cache, meta.slot_mapping)
+            self._copy_cells(meta)
         else:
             q = q_norm_rope_reference(q, rotation)
-        product: Product = self.o_proj(self.attend(q, meta).flatten(1))
+        attended = self.backend.forward(q, self.cache, meta, spec, self.sinks)
+        product: Product = self.o_proj(attended.flatten(1))
         return product
 
-    def attend(self, q: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
-        """Copy cached keys and values, then attend. q [T, heads, head_dim]; meta: of this layer's group."""
-        self._copy_cells(meta)
-        return self.backend.forward(q, self.cache, meta, self.spec, self.sinks)
-
     def attend_in_place(self, q: torch.Tensor, meta: AttentionMetadata) -> None:
-        """As `attend`, in a prefill step: the result overwrites q, which is contiguous."""
-        self._copy_cells(meta)
+        """The part of `forward` before its last product, in a prefill step. The result overwrites q
+        [T, heads, head_dim], contiguous. meta: of this layer's group."""
+        if self.spec.kv_from is None:
+            self._copy_cells(meta)
         self.backend.replace(q, self.cache, meta, self.spec, self.sinks)
 
     def _copy_cells(self, meta: AttentionMetadata) -> None:
-        if meta.copies is not None and self.spec.kv_from is None:  # of what earlier steps stored, or this one
+        if meta.copies is not None:  # of what earlier steps stored, or this one
             copy_cells(*self.cache[:2], meta.copies.cells, meta.copies.longest)
 
 

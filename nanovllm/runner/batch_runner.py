@@ -51,7 +51,7 @@ class Graphs(Protocol):
         """Run the captured step of `size` rows; return its output, which is valid until the next replay."""
 
 
-class PrefillSteps(Protocol):
+class Prefills(Protocol):
     """Prefill steps that are captured in part; see `cuda_graphs/prefill.py`."""
 
     def run(
@@ -92,7 +92,7 @@ class BatchRunner:
     block_size: int
     prefixes: PrefixFinder | None = None  # None without a KV cache
     graphs: dict[tuple[int, bool], Graphs]  # by chunk of shared prefixes, and whether drawn
-    prefills: PrefillSteps | None = None
+    prefills: Prefills | None = None
     recorded: RecordedSteps | None = None  # on a CPU, in place of graphs
     routed: torch.Tensor | None = None  # the experts of each token, if they are returned
     _undrawn: tuple[Batch, torch.Tensor, BatchInputs[torch.Tensor]] | None = None  # as of `Ending.end`
