@@ -95,7 +95,7 @@ def grammars(llm: LLM) -> Any:
 def stop_searches(owner: LLM | Requests) -> dict[int, Any]:
     """The searches for stop strings, and what streams yielded, by the ids of unfinished sequences."""
     own = owner if hasattr(owner, "_stops") else requests(owner)
-    return own._stops | own._streams
+    return own._stops | (own._parts._streams if own._parts else {})
 
 
 def swap_visits(llm: LLM, visits: Any) -> Any:

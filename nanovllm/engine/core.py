@@ -85,7 +85,7 @@ class Core:
         now = perf_counter()
         if not (self.requests or self._arrived):
             self._last_end = now
-            self.requests.yields_deltas = deltas
+            self.requests.yield_parts(deltas)
         self._arrived.extend([(request, now) for request in requests])
         self._num_arrived += sum([request.params.n for request in requests])
 
@@ -107,7 +107,7 @@ class Core:
         for seq_id in seq_ids:
             self.scheduler.abort(seq_id)
         aborted = self.requests.finish(seq_ids, perf_counter())
-        parts = self.requests.parts(TokenEvents([], [], {}), seq_ids, aborted)
+        parts = self.requests.yielded(TokenEvents([], [], {}), seq_ids, aborted)
         return next(iter(aborted), None), parts
 
     def clear(self, failed: bool = False) -> bool:
@@ -188,7 +188,7 @@ class Core:
             kv_cache_usage=load.kv_cache_usage,
             num_preemptions=step.num_preemptions,
         )
-        return Stepped(self.requests.parts(events, ended, outputs), peak_usage, stats, stats)
+        return Stepped(self.requests.yielded(events, ended, outputs), peak_usage, stats, stats)
 
     # -- between requests ------------------------------------------------------------------------------------
 

@@ -1,31 +1,39 @@
-"""LLMEngine: one request at a time, and the life of an engine: start, sleep, new weights, end.
+"""LLMEngine: answers lists of prompts and single requests, and has the life of an engine, from start to end.
 
-Checks prompts and numbers requests; its Executor runs them. No state outlives `close`.
+Checks everything before anything runs, and numbers requests; its Executor runs them. Reads no conversation
+and no table. No state outlives `close`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
+from nanovllm.checks import BadRow, attempt, check_on_error, raise_first
 from nanovllm.config import Config
 from nanovllm.engine.core import Core
 from nanovllm.engine.executor import Executor, Stepped
-from nanovllm.engine.progress import Progress
+from nanovllm.engine.progress import LengthHint, Progress
 from nanovllm.engine.requests import check_can_run, refused_output
 from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
 from nanovllm.engine.stats import Counters, StepStats
-from nanovllm.errors import BadRow, attempt, raise_first
-from nanovllm.inputs import PromptLike, calls_of_llm
-from nanovllm.lifecycle import Lifecycle
+from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
+from nanovllm.lifecycle import Lifecycle, no_full_collections
 from nanovllm.outputs import RequestOutput
 from nanovllm.params import SamplingParams
-from nanovllm.text.prompts import PromptBatch, Request, parse_prompt, parse_sampling_params
+from nanovllm.text.prompts import (
+    Prompt,
+    Request,
+    given_prompts,
+    parse_prompt,
+    parse_prompts,
+    parse_sampling_params,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,14 +110,76 @@ class LLMEngine:
         """
         return recommended_params(self._defaults)
 
+    # -- lists of prompts ----------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: PromptLike | Iterable[PromptLike] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        prompt_token_ids: PromptLike | Iterable[PromptLike] | None = None,
+        on_error: str = "raise",
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Answer every prompt, in the order given.
+
+        prompts: a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list
+        of these. Also generators of these, arrays and tensors (one dimension is one prompt, two dimensions
+        are several), and the output of a transformers tokenizer. prompt_token_ids: vLLM's other name.
+        sampling_params: one for all prompts, or a list with one for each; None takes
+        `get_default_sampling_params()`.
+        use_tqdm: whether to show progress of more than one prompt, or a tqdm-like class for it.
+        on_error: with "return", a prompt that cannot run, or with wrong parameters in the list or a logits
+        processor that raises, gives an output whose `error` says why; all other prompts are answered.
+        others: vLLM's further arguments, with neutral values.
+
+        Everything is checked before anything runs: ValueError or TypeError names the index and the value.
+        After an exception, Ctrl-C included, the engine is empty and usable. RuntimeError if requests of
+        `add_request` are unfinished, because their answers would be lost.
+        """
+        self._lifecycle.check_open()
+        if others:
+            refuse_others(LLMEngine.generate, others)
+        with no_full_collections():
+            rows = parse_prompts(given_prompts(prompts, prompt_token_ids))
+            return self._generate(rows, sampling_params, use_tqdm, on_error)
+
+    def _generate(
+        self,
+        prompts: list[Prompt | BadRow],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+        on_error: str,
+        change: Callable[[Request], Request] = lambda request: request,
+    ) -> list[RequestOutput]:
+        """As `generate`. change: applied to each request first."""
+        check_on_error(on_error)
+        progress = Progress(len(prompts), use_tqdm)
+        params = self._params(sampling_params, len(prompts))
+        if on_error == "raise":
+            raise_first([*prompts, *params])
+        with self._calling(), no_full_collections():
+            self._check_idle("generate()")
+            requests, outputs = self._check(prompts, params, 0, on_error, change)
+            with self._emptied_on_error(), progress:
+                self._add(requests)
+                progress.refused(len(outputs))
+                outputs += self._finish_all(progress)
+        outputs.sort(key=lambda output: output.index)
+        hint = LengthHint(self._executor.room.max_model_len)
+        hint.asked(0, params)
+        hint.answered(outputs)
+        hint.say()
+        return outputs
+
     # -- one request at a time ---------------------------------------------------------------------------
 
     def add_request(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> str:
         """Queue one prompt and return its request id. ValueError or TypeError if it can never run."""
         params = self._params(sampling_params, 1)
         with self._calling():
-            batch = PromptBatch(0, [parse_prompt(prompt, "the prompt")], params, ["the prompt"])
-            self._add(self._check(batch)[0])
+            self._add(self._check([parse_prompt(prompt, "the prompt")], params)[0])
             return str(self._next_id - 1)
 
     def step(self) -> list[RequestOutput]:
@@ -230,18 +300,21 @@ class LLMEngine:
 
     def _check(
         self,
-        batch: PromptBatch,
+        prompts: Sequence[Prompt | BadRow],
+        params: Sequence[SamplingParams | BadRow],
+        first_index: int = 0,
         on_error: str = "raise",
         change: Callable[[Request], Request] = lambda request: request,
     ) -> tuple[list[Request], list[RequestOutput]]:
         """Check and tokenise all prompts; return requests, and the outputs of prompts that cannot run.
 
-        Queues nothing. Each prompt gets a request id, in order. change: applied to each request first.
+        Queues nothing. Each prompt gets a request id, in order. first_index: of the first prompt among all
+        of the call. change: applied to each request first.
         """
-        first_id, first_index, prompts, params, where = self._next_id, *batch
-        made = self._processor.make_requests(prompts, params, where, first_id, first_index, on_error)
+        first_id = self._next_id
+        made = self._processor.make_requests(prompts, params, first_id, first_index, on_error)
         requests = [change(each) if isinstance(each, Request) else each for each in made]
-        fitting = [attempt(self._fitting, each, name) for each, name in zip(requests, where, strict=True)]
+        fitting = [attempt(self._fitting, each, of) for each, of in zip(requests, prompts, strict=True)]
         if on_error == "raise":
             raise_first(fitting)
         self._next_id = first_id + len(prompts)
@@ -251,16 +324,16 @@ class LLMEngine:
             if not isinstance(error, Request)
         ]
 
-    def _fitting(self, request: Request | BadRow, where: str) -> Request | BadRow:
+    def _fitting(self, request: Request | BadRow, prompt: Prompt | BadRow) -> Request | BadRow:
         """Return the request, or the error that it already has; ValueError if it can never run."""
-        if isinstance(request, Request):
+        if isinstance(request, Request) and isinstance(prompt, Prompt):
             try:
                 check_can_run(request, self.config, self.model_config.has_head)
                 length = len(request.prompt_token_ids)
                 more = 1 if request.params.max_tokens != 0 else request.num_needed - length
                 self._executor.room.check_fits(length, more)
             except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
+                raise ValueError(f"{prompt.where}: {error}") from None
         return request
 
     def _add(self, requests: list[Request], deltas: bool = False) -> None:

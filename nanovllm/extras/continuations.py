@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from nanovllm.inputs import PromptLike
-from nanovllm.text.prompts import Prompt, parse_prompt, show, split_prompts, to_list
+from nanovllm.inputs import PromptLike, show, to_list
+from nanovllm.text.prompts import Prompt, parse_prompt, split_prompts
 from nanovllm.text.tokenizer import encode
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from nanovllm.batch import TokenLogprobs
-from nanovllm.checks import pack_token_ids
+from nanovllm.checks import BadRow, attempt, pack_token_ids
 from nanovllm.doors import EXTRAS, TEXT, Table
-from nanovllm.errors import BadRow, attempt
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
@@ -74,35 +73,33 @@ class Processor:
         self,
         prompts: Sequence[Prompt | BadRow],
         params: Sequence[SamplingParams | BadRow],
-        where: list[str],
         first_id: int,
         first_index: int = 0,
         on_error: str = "raise",
     ) -> list[Request | BadRow]:
         """Check and tokenise the prompts; the ids of the requests count up from `first_id`.
 
-        params: checked, one for each prompt. where: the name of each prompt in errors. first_index: the index
-        of the first prompt in its call. on_error: with "return", an exception of a request's logits processor
-        ends that request alone.
+        params: checked, one for each prompt. first_index: the index of the first prompt in its call.
+        on_error: with "return", an exception of a request's logits processor ends that request alone.
 
         A bad prompt stays in the list, and bad parameters replace theirs. A ValueError replaces a prompt
         without tokens or with a token id outside the vocabulary. The same holds if the parameters have such
         an id or an invalid constraint, or need a tokenizer (stop strings, bad words, structured outputs) and
         there is none, and for a text that `check_length` refuses. Raises ImportError without llguidance.
         """
-        encoded = self._encode(prompts, where)
+        encoded = self._encode(prompts)
         known: dict[int, _OutputIds | BadRow] = {}  # by the identity of the SamplingParams
 
         def make(row: int, prompt: Prompt) -> Request:
-            param, name = params[row], where[row]
-            token_ids = self._pack(prompt, encoded[row], name)
+            param = params[row]
+            token_ids = self._pack(prompt, encoded[row])
             if not isinstance(param, SamplingParams):
                 raise param
             if id(param) not in known:
                 known[id(param)] = attempt(self._output_ids, param)
             meaning = known[id(param)]
             if isinstance(meaning, Exception):
-                raise ValueError(f"{name}: {meaning}")
+                raise ValueError(f"{prompt.where}: {meaning}")
             stop_token_ids, bad_words, constraint = meaning
             return Request(
                 first_id + row,
@@ -200,10 +197,10 @@ class Processor:
             pooled=pooled,
         )
 
-    def encode(self, prompts: Sequence[Prompt], where: list[str]) -> list[list[int]]:
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The checked token ids of prompts; ValueError as in `make_requests`."""
-        rows = zip(prompts, self._encode(prompts, where), where, strict=True)
-        return [self._pack(prompt, ids, name).tolist() for prompt, ids, name in rows]
+        rows = zip(prompts, self._encode(prompts), strict=True)
+        return [self._pack(prompt, ids).tolist() for prompt, ids in rows]
 
     def check_length(self, text: str, where: str) -> None:
         """ValueError for a text that cannot fit, however the rest of its request is. Tokenises nothing."""
@@ -225,11 +222,10 @@ class Processor:
         bad_words, constraint = self.extras.compiled(params) if params.has_extras else ((), None)
         return frozenset(stop_ids), bad_words, constraint
 
-    def _encode(self, prompts: Sequence[Prompt | BadRow], where: list[str]) -> list[Sequence[int] | BadRow]:
+    def _encode(self, prompts: Sequence[Prompt | BadRow]) -> list[Sequence[int] | BadRow]:
         """The token ids of each prompt, or the error of a bad one."""
         found = [
-            attempt(self._given_ids, prompt, name) if isinstance(prompt, Prompt) else prompt
-            for prompt, name in zip(prompts, where, strict=True)
+            attempt(self._given_ids, prompt) if isinstance(prompt, Prompt) else prompt for prompt in prompts
         ]
         for special in (True, False):
             texts = {
@@ -244,21 +240,21 @@ class Processor:
                     found[row] = ids
         return [ids for ids in found if ids is not None]
 
-    def _given_ids(self, prompt: Prompt, where: str) -> Sequence[int] | None:
+    def _given_ids(self, prompt: Prompt) -> Sequence[int] | None:
         """The prompt's token ids; None for a string that is to be tokenised."""
         if prompt.token_ids is None:
             if self.tokenizer is None:
-                raise ValueError(f"{where} is a string, and skip_tokenizer_init=True; pass token ids")
-            self.check_length(str(prompt.text), where)
+                raise ValueError(f"{prompt.where} is a string, and skip_tokenizer_init=True; pass token ids")
+            self.check_length(str(prompt.text), prompt.where)
         return prompt.token_ids
 
-    def _pack(self, prompt: Prompt, ids: Sequence[int] | BadRow, where: str) -> array[int]:
+    def _pack(self, prompt: Prompt, ids: Sequence[int] | BadRow) -> array[int]:
         """The prompt's token ids."""
         if isinstance(ids, Exception):
             raise ids
         if not ids:
-            raise ValueError(f"{where} has no tokens: {prompt.text!r}")
-        return pack_token_ids(ids, self.vocab_size, where)
+            raise ValueError(f"{prompt.where} has no tokens: {prompt.text!r}")
+        return pack_token_ids(ids, self.vocab_size, prompt.where)
 
     def _text(self, request: Request, output_ids: list[int]) -> str:
         if self.tokenizer is None or not request.params.detokenize:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.doors import TEXT, Table
 from nanovllm.errors import ModelLoadError
-from nanovllm.text.prompts import portions, show
+from nanovllm.inputs import show
+from nanovllm.text.prompts import portions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

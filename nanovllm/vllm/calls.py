@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.chat.calls import ChatCalls
 from nanovllm.chat.conversations import Conversation, check_template_options
+from nanovllm.checks import BadRow, raise_first
 from nanovllm.engine.progress import Progress
-from nanovllm.errors import BadRow, raise_first
-from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
+from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others, show
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.metrics import Metric
 from nanovllm.names import refuse_unknown
@@ -23,7 +23,9 @@ from nanovllm.params import SamplingParams
 from nanovllm.residency.calls import ResidencyCalls
 from nanovllm.residency.runner import FailedCall, RankView
 from nanovllm.stats.calls import StatsCalls
-from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, parse_prompts, show
+from nanovllm.streams.calls import StreamCalls
+from nanovllm.streams.reader import PromptReader
+from nanovllm.text.prompts import Prompt, parse_prompts
 from nanovllm.vllm.metrics import RequestTimes, engine_metrics
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ _Engine = TypeVar("_Engine", bound="VLLMCalls")
 
 
 @calls_of_llm
-class VLLMCalls(ChatCalls, ResidencyCalls, StatsCalls):
+class VLLMCalls(ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
     """An engine with vLLM's further calls."""
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
@@ -62,8 +64,7 @@ class VLLMCalls(ChatCalls, ResidencyCalls, StatsCalls):
         self._lifecycle.check_open()
         others.pop("use_tqdm", None)  # queueing shows no progress
         refuse_others(VLLMCalls.enqueue, others)
-        rows, where = parse_prompts(prompts)
-        return self._enqueue(rows, where, sampling_params)
+        return self._enqueue(parse_prompts(prompts), sampling_params)
 
     def enqueue_chat(
         self,
@@ -89,19 +90,17 @@ class VLLMCalls(ChatCalls, ResidencyCalls, StatsCalls):
             tools,
             chat_template_kwargs,
         )
-        prompts, where = self._rendered(messages, "raise", options)
-        return self._enqueue(prompts, where, sampling_params)
+        return self._enqueue(self._rendered(messages, "raise", options), sampling_params)
 
     def _enqueue(
         self,
         rows: list[Prompt | BadRow],
-        where: list[str],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[str]:
         params = self._params(sampling_params, len(rows))
         raise_first([*rows, *params])
         with self._calling():
-            requests, _ = self._check(PromptBatch(0, rows, params, where))
+            requests, _ = self._check(rows, params)
             self._add(requests)
         return [str(request.request_id) for request in requests]
 

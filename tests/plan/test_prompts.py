@@ -14,8 +14,7 @@ import pytest
 
 from nanovllm import TextPrompt, TokensPrompt
 from nanovllm.batch import LogprobColumns
-from nanovllm.checks import pack_token_ids
-from nanovllm.errors import raise_first
+from nanovllm.checks import pack_token_ids, raise_first
 from nanovllm.extras.logprobs import LogprobDicts
 from nanovllm.outputs import (
     CompletionOutput,
@@ -55,8 +54,7 @@ class Table:
 
 def parse_prompts(prompts: Any) -> list[Prompt]:
     """The rows; raises the error of the first bad one."""
-    rows, where = forms.parse_prompts(prompts)
-    assert len(rows) == len(where)
+    rows = forms.parse_prompts(prompts)
     raise_first(rows)
     return rows
 

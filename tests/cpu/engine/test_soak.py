@@ -23,7 +23,7 @@ from checked_llm import BLOCK, CheckedLLM
 from test_texts import TOKENIZERS, model_for
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from nanovllm.text import prompts as reader
+from nanovllm.streams import reader
 
 TOKENIZER = TOKENIZERS["byte_level"]
 VOCAB = len(TOKENIZER)
@@ -156,9 +156,9 @@ def test_a_million_prompts_are_read_in_bounded_memory() -> None:
     )
     num_read, first, held = 0, 0, 0
     while not prompts.ended:
-        batch = prompts.read(most)
-        assert batch.first_index == num_read and len(batch.prompts) <= most
-        num_read += len(batch.prompts)
+        first_index, read, _ = prompts.read(most)
+        assert first_index == num_read and len(read) <= most
+        num_read += len(read)
         first = first or sys.getallocatedblocks()
         held = max(held, sys.getallocatedblocks() - first)
     assert num_read == count and held < READ_BLOCKS, held
