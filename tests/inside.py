@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from nanovllm import LLM
     from nanovllm.engine.requests import Requests
-    from nanovllm.engine.stats import Counters
+    from nanovllm.engine.stats import Noted
     from nanovllm.jobs.output import Output
     from nanovllm.models.decoder import DecoderForCausalLM
     from nanovllm.parallel.channel import Channel
@@ -356,9 +356,9 @@ def count_checks(patch: pytest.MonkeyPatch) -> list[int]:
 # -- statistics, jobs and other programs --------------------------------------------------------------------
 
 
-def origin(counters: Counters) -> float:
-    """When the counting began, in seconds of `perf_counter`."""
-    return counters.origin
+def waiting(noted: Noted) -> int:
+    """How many entries wait to be counted."""
+    return len(noted._waiting)
 
 
 def display(progress: Any) -> Any:

@@ -11,17 +11,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
 from nanovllm.checks import BadRow, attempt, check_on_error, raise_first
 from nanovllm.config import Config
 from nanovllm.engine.core import Core
-from nanovllm.engine.executor import Executor, Stepped
-from nanovllm.engine.progress import LengthHint, Progress
+from nanovllm.engine.executor import Executor
+from nanovllm.engine.progress import LengthHint, Progress, progress_of
 from nanovllm.engine.requests import check_can_run, refused_output
 from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
-from nanovllm.engine.stats import Counters, StepStats
+from nanovllm.engine.stats import History, StepStats
 from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
 from nanovllm.lifecycle import Lifecycle, no_full_collections
 from nanovllm.outputs import RequestOutput
@@ -81,9 +80,7 @@ class LLMEngine:
         warn_of_options(self.config, opened.max_model_len, longest)
         self._next_id = 0  # of the next request
         self._awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
-        self._counters = Counters()
-        # Receives all outputs, whole or in parts.
-        self._on_outputs: Callable[[Sequence[RequestOutput]], object] = lambda outputs: None
+        self._history = History()
         self._lifecycle = Lifecycle(self, self._processor.close, self._executor.close)
 
     @property
@@ -155,7 +152,7 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         """As `generate`. change: applied to each request first."""
         check_on_error(on_error)
-        progress = Progress(len(prompts), use_tqdm)
+        progress = progress_of(len(prompts), use_tqdm)
         params = self._params(sampling_params, len(prompts))
         if on_error == "raise":
             raise_first([*prompts, *params])
@@ -189,12 +186,12 @@ class LLMEngine:
         `is_finished`. If a step fails, all unfinished requests are dropped and the engine is empty.
         """
         with self._calling(), self._emptied_on_error():
-            return self._counted(self._executor.step()).outputs
+            return self._noted(self._executor.step())
 
     def is_finished(self) -> bool:
         """Whether no request is waiting or running."""
         self._lifecycle.check_open()
-        return not self._executor.load.num_requests
+        return not self._executor.num_requests
 
     def abort(self, request_id: str | int) -> RequestOutput | None:
         """End a request and return its output so far; None if it is unknown or finished.
@@ -206,7 +203,7 @@ class LLMEngine:
 
     def _abort_between_steps(self, request_id: str | int) -> RequestOutput | None:
         aborted, parts = self._executor.abort(request_id)
-        self._on_outputs(parts)
+        self._history.answered(parts)
         if self._awaited is not None:
             self._awaited += parts
         return aborted
@@ -275,7 +272,7 @@ class LLMEngine:
             raise asleep_error(sleeping)
 
     def _check_idle(self, call: str) -> None:
-        if unfinished := self._executor.load.num_requests:
+        if unfinished := self._executor.num_requests:
             raise RuntimeError(
                 f"{unfinished} request(s) of add_request are unfinished; "
                 f"call step() until is_finished(), or abort() them, before {call}"
@@ -337,8 +334,8 @@ class LLMEngine:
         return request
 
     def _add(self, requests: list[Request], deltas: bool = False) -> None:
-        for request in requests:
-            self._counters.queued(len(request.prompt_token_ids))
+        self._history.num_requests += len(requests)
+        self._history.num_prompt_tokens += sum([len(request.prompt_token_ids) for request in requests])
         self._executor.add(requests, deltas)
 
     def _finish_all(self, progress: Progress) -> list[RequestOutput]:
@@ -346,24 +343,26 @@ class LLMEngine:
         outputs: list[RequestOutput] = []
         self._awaited = aborted = deque[RequestOutput]()
         try:
-            while self._executor.load.num_requests:
+            while self._executor.num_requests:
                 self._lifecycle.check_open()
-                step = self._counted(self._executor.step())
-                outputs += step.outputs
-                if step.share is not None:
-                    progress.update(step.share)
+                outputs += self._noted(self._executor.step(), progress)
                 self._lifecycle.admit()
         finally:
             self._awaited = None
         return [*outputs, *aborted]
 
-    def _counted(self, step: Stepped) -> Stepped:
-        """Count what a step did, and tell `on_step`."""
-        self._counters.planned(step.peak_usage)
-        if step.share is not None:
-            self._counters.record(step.share, perf_counter())
-        if step.outputs:
-            self._on_outputs(step.outputs)
-        if step.stats is not None and self.on_step is not None:
-            self.on_step(step.stats)
-        return step
+    def _noted(
+        self, stepped: tuple[list[RequestOutput], StepStats | None], progress: Progress | None = None
+    ) -> list[RequestOutput]:
+        """Note what a step did, show it, and tell `on_step`. Return its outputs."""
+        outputs, stats = stepped
+        if outputs:
+            self._history.answered(outputs)
+        if stats is not None:
+            share = self._executor.share(stats)
+            self._history.step_ended(share)
+            if progress is not None:
+                progress.update(share)
+            if self.on_step is not None:
+                self.on_step(stats)
+        return outputs

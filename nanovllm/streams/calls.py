@@ -66,8 +66,8 @@ class StreamCalls(LLMEngine):
             self._lifecycle.open_stream(ready)
             self._awaited = ready
         try:
-            while not reader.ended or self._executor.load.num_requests or ready:
-                has_room = self._executor.load.num_requests + batch <= window
+            while not reader.ended or self._executor.num_requests or ready:
+                has_room = self._executor.num_requests + batch <= window
                 first, prompts, params = reader.read(batch if has_room else 0)
                 with self._calling(ready), no_full_collections():
                     if prompts:
@@ -76,7 +76,7 @@ class StreamCalls(LLMEngine):
                         self._add(requests, deltas)
                         ready += refused
                     with self._emptied_on_error():
-                        ready += self._counted(self._executor.step()).outputs
+                        ready += self._noted(self._executor.step())
                     hint.answered(ready)
                 while ready:
                     yield ready.popleft()

@@ -194,7 +194,7 @@ class Replica(ResidentCore):
     def serve(self, link: _Link) -> None:
         """Process messages until None arrives."""
         while True:
-            while link.has_message() or not self.load.num_requests:
+            while link.has_message() or not self.num_requests:
                 message = link.receive()
                 if message is None:
                     return
@@ -207,9 +207,9 @@ class Replica(ResidentCore):
                 if message.has_reply:
                     link.send(Reply(value))
             with no_full_collections():
-                step = self.step()
-            packed = [_pack_output(output) for output in step.outputs]
-            link.send(Report(packed, step.stats, self._num_received, self.load.num_waiting))
+                outputs, stats = self.step()
+            packed = [_pack_output(output) for output in outputs]
+            link.send(Report(packed, stats, self._num_received, self.load.num_waiting))
 
     def run(self, call: Call) -> Any:
         """The answer to a call."""
