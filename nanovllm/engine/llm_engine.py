@@ -1,4 +1,4 @@
-"""LLMEngine: answers lists of prompts and single requests, and has the life of an engine, from start to end.
+"""LLMEngine: answers lists of prompts, and has the life of an engine, from start to end.
 
 Checks everything before anything runs, and numbers requests; its Executor runs them. Reads no conversation
 and no table. No state outlives `close`.
@@ -18,7 +18,7 @@ from nanovllm.config import Config
 from nanovllm.engine.core import Core
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.progress import LengthHint, Progress, progress_of
-from nanovllm.engine.requests import check_can_run, refused_output
+from nanovllm.engine.requests import refused_output
 from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
 from nanovllm.engine.stats import History, StepStats
 from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
@@ -29,7 +29,6 @@ from nanovllm.text.prompts import (
     Prompt,
     Request,
     given_prompts,
-    parse_prompt,
     parse_prompts,
     parse_sampling_params,
 )
@@ -170,44 +169,6 @@ class LLMEngine:
         hint.say()
         return outputs
 
-    # -- one request at a time ---------------------------------------------------------------------------
-
-    def add_request(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> str:
-        """Queue one prompt and return its request id. ValueError or TypeError if it can never run."""
-        params = self._params(sampling_params, 1)
-        with self._calling():
-            self._add(self._check([parse_prompt(prompt, "the prompt")], params)[0])
-            return str(self._next_id - 1)
-
-    def step(self) -> list[RequestOutput]:
-        """Advance all requests and return the outputs of those that finished.
-
-        A step is launched while the previous one still runs, so an empty list does not mean the end: call
-        `is_finished`. If a step fails, all unfinished requests are dropped and the engine is empty.
-        """
-        with self._calling(), self._emptied_on_error():
-            return self._noted(self._executor.step())
-
-    def is_finished(self) -> bool:
-        """Whether no request is waiting or running."""
-        self._lifecycle.check_open()
-        return not self._executor.num_requests
-
-    def abort(self, request_id: str | int) -> RequestOutput | None:
-        """End a request and return its output so far; None if it is unknown or finished.
-
-        Any thread may call this; it waits until the next step of another thread's call. A running `generate`
-        and an open stream return the output too. Request ids of a call count up in the order of its prompts.
-        """
-        return self._lifecycle.visit(lambda: self._abort_between_steps(request_id))
-
-    def _abort_between_steps(self, request_id: str | int) -> RequestOutput | None:
-        aborted, parts = self._executor.abort(request_id)
-        self._history.answered(parts)
-        if self._awaited is not None:
-            self._awaited += parts
-        return aborted
-
     # -- between requests --------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
@@ -325,13 +286,28 @@ class LLMEngine:
         """Return the request, or the error that it already has; ValueError if it can never run."""
         if isinstance(request, Request) and isinstance(prompt, Prompt):
             try:
-                check_can_run(request, self.config, self.model_config.has_head)
+                self._check_can_run(request)
                 length = len(request.prompt_token_ids)
                 more = 1 if request.params.max_tokens != 0 else request.num_needed - length
                 self._executor.room.check_fits(length, more)
             except ValueError as error:
                 raise ValueError(f"{prompt.where}: {error}") from None
         return request
+
+    def _check_can_run(self, request: Request) -> None:
+        """Raise ValueError if this engine cannot run the request, whatever its length."""
+        ranks, replicas = self.config.tensor_parallel_size, self.config.data_parallel_size
+        if max(ranks, replicas) > 1 and request.params.logits_processors:
+            raise ValueError(
+                "logits_processors are functions of this process and need tensor_parallel_size=1 and "
+                f"data_parallel_size=1, not {ranks} and {replicas}; use logit_bias, allowed_token_ids or "
+                "structured_outputs"
+            )
+        if request.pooling is None and not self.model_config.has_head:
+            raise ValueError(
+                "this model has no LM head (its files have no lm_head.weight, and config.json no "
+                "tie_word_embeddings), so it draws and scores no tokens; embed() makes embeddings"
+            )
 
     def _add(self, requests: list[Request], deltas: bool = False) -> None:
         self._history.num_requests += len(requests)

@@ -18,7 +18,6 @@ import xxhash
 
 from nanovllm.batch import Batch, TokenEvents
 from nanovllm.checks import BadRow
-from nanovllm.config import Config
 from nanovllm.doors import EXTRAS, STREAMS, Table
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.plan.sequence import Sequence
@@ -27,23 +26,6 @@ from nanovllm.text.prompts import Prompt, Request
 
 _EXTRAS: Table[Any] = Table(EXTRAS)
 _STREAMS: Table[Any] = Table(STREAMS)
-
-
-def check_can_run(request: Request, config: Config, has_head: bool) -> None:
-    """Raise ValueError if this engine cannot run the request, whatever its length. has_head: whether its
-    model has an LM head."""
-    ranks, replicas = config.tensor_parallel_size, config.data_parallel_size
-    if max(ranks, replicas) > 1 and request.params.logits_processors:
-        raise ValueError(
-            "logits_processors are functions of this process and need tensor_parallel_size=1 and "
-            f"data_parallel_size=1, not {ranks} and {replicas}; use logit_bias, allowed_token_ids or "
-            "structured_outputs"
-        )
-    if request.pooling is None and not has_head:
-        raise ValueError(
-            "this model has no LM head (its files have no lm_head.weight, and config.json no "
-            "tie_word_embeddings), so it draws and scores no tokens; embed() makes embeddings"
-        )
 
 
 @dataclass(slots=True, eq=False)

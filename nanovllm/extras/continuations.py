@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from nanovllm.inputs import PromptLike, show, to_list
+from nanovllm.text.processor import encode
 from nanovllm.text.prompts import Prompt, parse_prompt, split_prompts
-from nanovllm.text.tokenizer import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

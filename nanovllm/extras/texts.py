@@ -24,9 +24,8 @@ from nanovllm.extras.structured import Constraint, GrammarCompiler
 from nanovllm.outputs import CompletionOutput, changed
 from nanovllm.params import SamplingParams
 from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer
-from nanovllm.text.processor import Processor, needs_tokenizer
+from nanovllm.text.processor import Processor, encode, needs_tokenizer, num_bytes
 from nanovllm.text.prompts import Request
-from nanovllm.text.tokenizer import encode, num_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

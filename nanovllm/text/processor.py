@@ -5,8 +5,10 @@ Owns the tokenizer. Keeps no request; knows neither blocks nor tensors.
 
 from __future__ import annotations
 
+import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,14 +20,14 @@ from nanovllm.doors import EXTRAS, TEXT, Table
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.text.prompts import Prompt, Request
-from nanovllm.text.tokenizer import encode
+from nanovllm.text.prompts import Prompt, Request, portions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEXT: Table[Any] = Table(TEXT)
 _EXTRAS: Table[Any] = Table(EXTRAS)
+ENCODED_BYTES = 2**19  # tokenised at once; it takes up to 300 times this memory, and up to a second
 LONG_TEXT = 2**16  # characters; a shorter text is tokenised, whatever its length may turn out to be
 # The tokenised sampling parameters: `stop_token_ids`, `bad_words` and `constraint` of a Request.
 _OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], Any]
@@ -289,3 +291,39 @@ def needs_tokenizer(name: str, value: object) -> ValueError:
         f"{name}={value!r} needs a tokenizer, and skip_tokenizer_init=True; use stop_token_ids or "
         "allowed_token_ids"
     )
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Return the token ids of each string. transformers' warnings about long strings are off: the engine
+    checks the length.
+
+    Several calls of the tokenizer limit its memory, and let signals act between them. A string that is longer
+    than this is tokenised in another thread, because that takes long and no signal ends it. After Ctrl-C the
+    thread goes on, and what it finds is dropped.
+    """
+
+    def encode_some(some: list[str]) -> list[list[int]]:
+        return tokenizer(some, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    found: list[list[int]] = []
+    for some in portions(texts, ENCODED_BYTES, num_bytes):
+        if len(some) > 1 or num_bytes(some[0]) <= ENCODED_BYTES:
+            found += encode_some(some)
+            continue
+        future: Future[list[list[int]]] = Future()
+        threading.Thread(target=_fulfil, args=(future, encode_some, some), daemon=True).start()
+        found += future.result()
+    return found
+
+
+def _fulfil(future: Future[Any], call: Callable[[list[str]], Any], texts: list[str]) -> None:
+    try:
+        future.set_result(call(texts))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())

@@ -27,6 +27,7 @@ from nanovllm.streams.calls import StreamCalls
 from nanovllm.streams.reader import PromptReader
 from nanovllm.text.prompts import Prompt, parse_prompts
 from nanovllm.vllm.metrics import engine_metrics
+from nanovllm.vllm.queue import QueueCalls
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ _Engine = TypeVar("_Engine", bound="VLLMCalls")
 
 
 @calls_of_llm
-class VLLMCalls(ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
+class VLLMCalls(QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
     """An engine with vLLM's further calls."""
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
