@@ -71,7 +71,7 @@ CORE = {
         "lifecycle",
     ),
     *("names", "outputs", "params"),
-    *(f"engine.{name}" for name in ("core", "executor", "llm_engine", "progress")),
+    *(f"engine.{name}" for name in ("core", "executor", "generate", "llm_engine")),
     *("engine.requests", "engine.startup", "engine.stats"),
     *(f"plan.{name}" for name in ("block_manager", "columns", "pool", "prefix_tree", "room", "scheduler")),
     "plan.sequence",
@@ -89,7 +89,7 @@ CORE = {
     *(f"kernels.{name}" for name in ("matmul", "merge_chunks", "paged", "prefill_attention", "random_bits")),
     *(f"kernels.{name}" for name in ("fp8", "rms_norm", "rotary", "sampling")),
 }
-CORE_FILES, CORE_LINES = 53, 10_794  # without kernels
+CORE_FILES, CORE_LINES = 53, 10_814  # without kernels
 CORE_IMPORTS_OF_DOORS = 0
 
 

@@ -1,60 +1,37 @@
-"""LLMEngine: answers lists of prompts, and has the life of an engine, from start to end.
-
-Checks everything before anything runs, and numbers requests; its Executor runs them. Reads no conversation
-and no table. No state outlives `close`.
-"""
+"""LLMEngine: the life of an engine, from start to end. No state outlives `close`."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
-from nanovllm.checks import BadRow, attempt, check_on_error, raise_first
 from nanovllm.config import Config
 from nanovllm.engine.core import Core
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.progress import LengthHint, Progress, progress_of
-from nanovllm.engine.requests import refused_output
-from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
-from nanovllm.engine.stats import History, StepStats
-from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
-from nanovllm.lifecycle import Lifecycle, no_full_collections
-from nanovllm.outputs import RequestOutput
-from nanovllm.params import SamplingParams
-from nanovllm.text.prompts import (
-    Prompt,
-    Request,
-    given_prompts,
-    parse_prompts,
-    parse_sampling_params,
-)
+from nanovllm.engine.startup import OpenedModel, open_model, warn_of_options
+from nanovllm.engine.stats import History
+from nanovllm.inputs import calls_of_llm
+from nanovllm.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+from nanovllm.engine.generate import Generation
+
 Engine = TypeVar("Engine", bound="LLMEngine")
 
 
-def asleep_error(sleeping: Collection[str], why: str = "") -> RuntimeError:
-    """The error of a call that needs what sleeps."""
-    names = " and ".join(sorted(sleeping, reverse=True))
-    return RuntimeError(f"this engine sleeps ({names}); call wake_up() first{why}")
-
-
 @calls_of_llm
-class LLMEngine:
+class LLMEngine(Generation):
     """One model, on one device or split over several. `LLM` adds the calls that most users need.
 
     on_step: called with the `StepStats` of every finished step, in the caller's thread; an exception ends the
     caller's call. None: no callback.
     """
 
-    on_step: Callable[[StepStats], object] | None = None
-    _executor: Executor
     _alone: Callable[[OpenedModel], Executor] = Core  # makes the executor of one model
     _replicated: Callable[[OpenedModel], Executor] | None = None  # makes the executor of several replicas
 
@@ -77,8 +54,6 @@ class LLMEngine:
         self._processor.max_model_len = longest = self._executor.room.max_model_len
         self.model_config = replace(opened.model_config, max_model_len=longest)
         warn_of_options(self.config, opened.max_model_len, longest)
-        self._next_id = 0  # of the next request
-        self._awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
         self._history = History()
         self._lifecycle = Lifecycle(self, self._processor.close, self._executor.close)
 
@@ -99,77 +74,15 @@ class LLMEngine:
             self._check_idle("setting the tokenizer")
             self._executor.set_tokenizer(tokenizer)
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The defaults for `sampling_params`, from the model's generation_config.json, see `Config`.
-
-        ValueError or TypeError if a value there is wrong.
-        """
-        return recommended_params(self._defaults)
-
-    # -- lists of prompts ----------------------------------------------------------------------------------
-
-    def generate(
-        self,
-        prompts: PromptLike | Iterable[PromptLike] | None = None,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        *,
-        prompt_token_ids: PromptLike | Iterable[PromptLike] | None = None,
-        on_error: str = "raise",
-        **others: Any,
-    ) -> list[RequestOutput]:
-        """Answer every prompt, in the order given.
-
-        prompts: a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list
-        of these. Also generators of these, arrays and tensors (one dimension is one prompt, two dimensions
-        are several), and the output of a transformers tokenizer. prompt_token_ids: vLLM's other name.
-        sampling_params: one for all prompts, or a list with one for each; None takes
-        `get_default_sampling_params()`.
-        use_tqdm: whether to show progress of more than one prompt, or a tqdm-like class for it.
-        on_error: with "return", a prompt that cannot run, or with wrong parameters in the list or a logits
-        processor that raises, gives an output whose `error` says why; all other prompts are answered.
-        others: vLLM's further arguments, with neutral values.
-
-        Everything is checked before anything runs: ValueError or TypeError names the index and the value.
-        After an exception, Ctrl-C included, the engine is empty and usable. RuntimeError if requests of
-        `add_request` are unfinished, because their answers would be lost.
-        """
-        self._lifecycle.check_open()
-        if others:
-            refuse_others(LLMEngine.generate, others)
-        with no_full_collections():
-            rows = parse_prompts(given_prompts(prompts, prompt_token_ids))
-            return self._generate(rows, sampling_params, use_tqdm, on_error)
-
-    def _generate(
-        self,
-        prompts: list[Prompt | BadRow],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool | Callable[..., Any],
-        on_error: str,
-        change: Callable[[Request], Request] = lambda request: request,
-    ) -> list[RequestOutput]:
-        """As `generate`. change: applied to each request first."""
-        check_on_error(on_error)
-        progress = progress_of(len(prompts), use_tqdm)
-        params = self._params(sampling_params, len(prompts))
-        if on_error == "raise":
-            raise_first([*prompts, *params])
-        with self._calling(), no_full_collections():
-            self._check_idle("generate()")
-            requests, outputs = self._check(prompts, params, 0, on_error, change)
-            with self._emptied_on_error(), progress:
-                self._add(requests)
-                progress.refused(len(outputs))
-                outputs += self._finish_all(progress)
-        outputs.sort(key=lambda output: output.index)
-        hint = LengthHint(self._executor.room.max_model_len)
-        hint.asked(0, params)
-        hint.answered(outputs)
-        hint.say()
-        return outputs
-
     # -- between requests --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _between_requests(self, call: str) -> Iterator[None]:
+        """Run the block while no request is unfinished."""
+        with self._calling(asleep=True):
+            self._check_idle(call)
+            with self._emptied_on_error():
+                yield
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Empty the prefix cache and return True. While requests hold blocks, do nothing and return False.
@@ -204,141 +117,3 @@ class LLMEngine:
             "an engine cannot be copied or pickled, because it owns device memory and processes; pass the "
             "engine itself, or make another LLM where it is needed"
         )
-
-    # -- inside ------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _calling(self, stream: object = None, asleep: bool = False, beside: bool = False) -> Iterator[None]:
-        """Admit one caller at a time, of any thread.
-
-        stream, beside: as in `Lifecycle.calling`. asleep: whether the engine may sleep; RuntimeError if it
-        sleeps and may not.
-        """
-        with self._lifecycle.calling(stream, beside):
-            if not asleep:
-                self._check_awake()
-            yield
-
-    @contextmanager
-    def _between_requests(self, call: str) -> Iterator[None]:
-        """Run the block while no request is unfinished."""
-        with self._calling(asleep=True):
-            self._check_idle(call)
-            with self._emptied_on_error():
-                yield
-
-    def _check_awake(self) -> None:
-        """Raise RuntimeError if the engine sleeps."""
-        if sleeping := self._executor.asleep:
-            raise asleep_error(sleeping)
-
-    def _check_idle(self, call: str) -> None:
-        if unfinished := self._executor.num_requests:
-            raise RuntimeError(
-                f"{unfinished} request(s) of add_request are unfinished; "
-                f"call step() until is_finished(), or abort() them, before {call}"
-            )
-
-    @contextmanager
-    def _emptied_on_error(self) -> Iterator[None]:
-        """After an exception in the block, drop all requests, whatever their state. If nothing can run any
-        more, close the engine."""
-        try:
-            yield
-        except BaseException:
-            if not self._executor.clear(failed=True):
-                self.close()
-            raise
-
-    def _params(
-        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams | BadRow]:
-        chosen = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return parse_sampling_params(chosen, num_prompts)
-
-    def _check(
-        self,
-        prompts: Sequence[Prompt | BadRow],
-        params: Sequence[SamplingParams | BadRow],
-        first_index: int = 0,
-        on_error: str = "raise",
-        change: Callable[[Request], Request] = lambda request: request,
-    ) -> tuple[list[Request], list[RequestOutput]]:
-        """Check and tokenise all prompts; return requests, and the outputs of prompts that cannot run.
-
-        Queues nothing. Each prompt gets a request id, in order. first_index: of the first prompt among all
-        of the call. change: applied to each request first.
-        """
-        first_id = self._next_id
-        made = self._processor.make_requests(prompts, params, first_id, first_index, on_error)
-        requests = [change(each) if isinstance(each, Request) else each for each in made]
-        fitting = [attempt(self._fitting, each, of) for each, of in zip(requests, prompts, strict=True)]
-        if on_error == "raise":
-            raise_first(fitting)
-        self._next_id = first_id + len(prompts)
-        return [row for row in fitting if isinstance(row, Request)], [
-            refused_output(first_id + row, first_index + row, requests[row], prompts[row], error)
-            for row, error in enumerate(fitting)
-            if not isinstance(error, Request)
-        ]
-
-    def _fitting(self, request: Request | BadRow, prompt: Prompt | BadRow) -> Request | BadRow:
-        """Return the request, or the error that it already has; ValueError if it can never run."""
-        if isinstance(request, Request) and isinstance(prompt, Prompt):
-            try:
-                self._check_can_run(request)
-                length = len(request.prompt_token_ids)
-                more = 1 if request.params.max_tokens != 0 else request.num_needed - length
-                self._executor.room.check_fits(length, more)
-            except ValueError as error:
-                raise ValueError(f"{prompt.where}: {error}") from None
-        return request
-
-    def _check_can_run(self, request: Request) -> None:
-        """Raise ValueError if this engine cannot run the request, whatever its length."""
-        ranks, replicas = self.config.tensor_parallel_size, self.config.data_parallel_size
-        if max(ranks, replicas) > 1 and request.params.logits_processors:
-            raise ValueError(
-                "logits_processors are functions of this process and need tensor_parallel_size=1 and "
-                f"data_parallel_size=1, not {ranks} and {replicas}; use logit_bias, allowed_token_ids or "
-                "structured_outputs"
-            )
-        if request.pooling is None and not self.model_config.has_head:
-            raise ValueError(
-                "this model has no LM head (its files have no lm_head.weight, and config.json no "
-                "tie_word_embeddings), so it draws and scores no tokens; embed() makes embeddings"
-            )
-
-    def _add(self, requests: list[Request], deltas: bool = False) -> None:
-        self._history.num_requests += len(requests)
-        self._history.num_prompt_tokens += sum([len(request.prompt_token_ids) for request in requests])
-        self._executor.add(requests, deltas)
-
-    def _finish_all(self, progress: Progress) -> list[RequestOutput]:
-        """Make steps until no request is unfinished. Return all outputs, also those of `abort`, unordered."""
-        outputs: list[RequestOutput] = []
-        self._awaited = aborted = deque[RequestOutput]()
-        try:
-            while self._executor.num_requests:
-                self._lifecycle.check_open()
-                outputs += self._noted(self._executor.step(), progress)
-                self._lifecycle.admit()
-        finally:
-            self._awaited = None
-        return [*outputs, *aborted]
-
-    def _noted(
-        self, stepped: tuple[list[RequestOutput], StepStats | None], progress: Progress | None = None
-    ) -> list[RequestOutput]:
-        """Note what a step did, show it, and tell `on_step`. Return its outputs."""
-        outputs, stats = stepped
-        if outputs:
-            self._history.answered(outputs)
-        if stats is not None:
-            share = self._executor.share(stats)
-            self._history.step_ended(share)
-            if progress is not None:
-                progress.update(share)
-            if self.on_step is not None:
-                self.on_step(stats)
-        return outputs

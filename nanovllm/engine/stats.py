@@ -1,4 +1,5 @@
-"""What the engine notes of its work: StepStats for every finished step, and what it answered. Doors count it.
+"""What the engine notes of its work: StepStats for every finished step, and what it answered. Doors count it,
+and show the progress of a call. After a call a hint about the length of its answers.
 
 They hold only values that the host knows without asking the device. Noting a step takes a microsecond, and
 what waits to be counted is bounded.
@@ -6,9 +7,10 @@ what waits to be counted is bounded.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter, time
@@ -17,13 +19,17 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from nanovllm.batch import Batch, StepKind
-from nanovllm.doors import COUNTS, Table
+from nanovllm.doors import COUNTS, PROGRESS, Table
 from nanovllm.outputs import RequestMetrics, RequestOutput, unlisted
+from nanovllm.params import MAX_TOKENS, Default, SamplingParams
+
+logger = logging.getLogger("nanovllm")
 
 # Of an output or a part of one: the request's id, whether this is all, the times, the prompt's length, and of
 # each completion its index, why it ended, and the number of its tokens here.
 Answered: TypeAlias = "tuple[str, bool, RequestMetrics | None, int, list[tuple[int, str | None, int]]]"
 _COUNTS: Table[Any] = Table(COUNTS)
+_PROGRESS: Table[Any] = Table(PROGRESS)
 
 MANY = 1024  # entries that wait to be counted
 
@@ -119,3 +125,61 @@ def _answered(output: RequestOutput) -> Answered:
     ends = [(each.index, each.finish_reason, len(each.token_ids)) for each in output.outputs]
     prompt = len(unlisted(output, "prompt_token_ids"))
     return output.request_id, output.finished, output.metrics, prompt, ends
+
+
+class Progress:
+    """Is told of steps and shows nothing."""
+
+    def update(self, stats: StepStats) -> None: ...
+
+    def refused(self, count: int) -> None:
+        """Count requests that cannot run as done."""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def progress_of(total: int, use_tqdm: bool | Callable[..., Any]) -> Progress:
+    """What shows the progress of `total` requests: nothing for a single one, unless `use_tqdm` is a class
+    like tqdm.tqdm. TypeError for what is no bool and no such class."""
+    if not callable(use_tqdm) and not isinstance(use_tqdm, bool):
+        raise TypeError(f"use_tqdm must be True, False or a class like tqdm.tqdm, not {use_tqdm!r}")
+    if not use_tqdm or (use_tqdm is True and total <= 1):
+        return Progress()
+    shown: Progress = _PROGRESS["shown"](total, use_tqdm)
+    return shown
+
+
+class LengthHint:
+    """Says once a call that most of its answers were cut off at the default `max_tokens`."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._defaults: set[int] = set()  # indexes of the prompts that have no limit of their own
+        self._num_answers = self._num_cut = 0
+
+    def asked(self, first_index: int, params: Sequence[object]) -> None:
+        """Note the parameters of prompts, from that of `first_index` on."""
+        for index, each in enumerate(params, first_index):
+            if isinstance(each, SamplingParams) and isinstance(each.max_tokens, Default):
+                self._defaults.add(index)
+
+    def answered(self, outputs: Iterable[RequestOutput]) -> None:
+        """Count answers, or the last parts of answers."""
+        for output in outputs:
+            fits = len(unlisted(output, "prompt_token_ids")) + MAX_TOKENS <= self._max_model_len
+            for each in output.outputs:
+                self._num_answers += each.finished()
+                self._num_cut += fits and each.finish_reason == "length" and output.index in self._defaults
+            if output.finished:
+                self._defaults.discard(output.index)
+
+    def say(self) -> None:
+        if 2 * self._num_cut > self._num_answers:
+            logger.warning(
+                "%d of %d answers were cut off at the default of %d tokens; set max_tokens of SamplingParams "
+                "for longer ones, or to None for as many tokens as fit",
+                *(self._num_cut, self._num_answers, MAX_TOKENS),
+            )

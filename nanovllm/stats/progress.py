@@ -12,8 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from nanovllm.batch import StepKind
-from nanovllm.engine.progress import Progress
-from nanovllm.engine.stats import StepStats
+from nanovllm.engine.stats import Progress, StepStats
 from nanovllm.stats.summary import short
 
 LINE_SECONDS = 10.0  # between plain lines

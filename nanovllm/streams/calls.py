@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from nanovllm.checks import check_on_error
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.progress import LengthHint
+from nanovllm.engine.stats import LengthHint
 from nanovllm.errors import EngineClosedError
 from nanovllm.inputs import PromptLike, calls_of_llm
 from nanovllm.lifecycle import no_full_collections

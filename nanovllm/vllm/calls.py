@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nanovllm.chat.calls import ChatCalls
 from nanovllm.chat.conversations import Conversation, check_template_options
 from nanovllm.checks import BadRow, raise_first
-from nanovllm.engine.progress import progress_of
+from nanovllm.engine.stats import progress_of
 from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others, show
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.metrics import Metric

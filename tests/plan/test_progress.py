@@ -16,8 +16,7 @@ import inside
 import pytest
 
 from nanovllm.batch import StepKind
-from nanovllm.engine.progress import progress_of
-from nanovllm.engine.stats import StepStats
+from nanovllm.engine.stats import StepStats, progress_of
 from nanovllm.stats import progress
 from nanovllm.stats.progress import ShownProgress
 from nanovllm.stats.summary import short

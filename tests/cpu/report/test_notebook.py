@@ -76,7 +76,7 @@ def test_without_widgets_a_bar_is_one_line_of_text_and_no_warning(notebook: Note
         "os.environ.pop('TQDM_DISABLE', None)\n"
         "sys.modules['ipywidgets'] = None\n"
         "from nanovllm.batch import StepKind\n"
-        "from nanovllm.engine.progress import progress_of\n"
+        "from nanovllm.engine.stats import progress_of\n"
         "from nanovllm.engine.stats import StepStats\n"
         "with progress_of(3, True) as progress:\n"
         "    for _ in range(3):\n"
