@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from nanovllm.answers import RequestOutput
 from nanovllm.chat.conversations import (
     Conversation,
     check_template_options,
@@ -16,7 +17,6 @@ from nanovllm.checks import BadRow, check_on_error, raise_first
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.inputs import calls_of_llm, refuse_others
 from nanovllm.lifecycle import no_full_collections
-from nanovllm.outputs import RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.text.prompts import Prompt
 

@@ -12,13 +12,13 @@ from math import inf
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
+from nanovllm.answers import RequestOutput
 from nanovllm.batch import Batch, StepKind, TokenEvents
 from nanovllm.device import Device
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
 from nanovllm.engine.stats import Load, StepStats, pairs_of
 from nanovllm.lifecycle import held_interrupts
-from nanovllm.outputs import RequestOutput
 from nanovllm.plan.room import Room
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.inputs import StepHandle

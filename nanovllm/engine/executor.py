@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from nanovllm.answers import RequestOutput
 from nanovllm.engine.stats import Load, StepStats
-from nanovllm.outputs import RequestOutput
 from nanovllm.plan.room import Room
 from nanovllm.text.prompts import Request
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from nanovllm.answers import RequestOutput
 from nanovllm.checks import BadRow, attempt, check_on_error, raise_first
 from nanovllm.config import Config
 from nanovllm.engine.executor import Executor
@@ -20,7 +21,6 @@ from nanovllm.engine.stats import History, LengthHint, Progress, StepStats, prog
 from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
 from nanovllm.lifecycle import Lifecycle, no_full_collections
 from nanovllm.models.config import ModelConfig
-from nanovllm.outputs import RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import (

@@ -16,10 +16,10 @@ from typing import Any
 
 import xxhash
 
+from nanovllm.answers import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.batch import Batch, TokenEvents
 from nanovllm.checks import BadRow
 from nanovllm.doors import EXTRAS, STREAMS, Table
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.plan.sequence import Sequence
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, Request

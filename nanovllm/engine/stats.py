@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from nanovllm.answers import RequestMetrics, RequestOutput, unlisted
 from nanovllm.batch import Batch, StepKind
 from nanovllm.doors import COUNTS, PROGRESS, Table
-from nanovllm.outputs import RequestMetrics, RequestOutput, unlisted
 from nanovllm.params import MAX_TOKENS, Default, SamplingParams
 
 logger = logging.getLogger("nanovllm")

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.answers import Logprob
 from nanovllm.checks import raise_first
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.extras.beams import BeamSearchParams
 from nanovllm.extras.continuations import Pair, encode_continuations, parse_continuations, parse_pairs
 from nanovllm.extras.embedding import EmbeddingDefaults
+from nanovllm.extras.outputs import BeamSearchOutput, EmbeddingRequestOutput, ScoreOutput
 from nanovllm.extras.scoring import beam_search, embedding_output, parse_pooling_params, score_output
 from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others, show
-from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, ScoreOutput
 from nanovllm.params import SamplingParams
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.text.prompts import Prompt, parse_prompts

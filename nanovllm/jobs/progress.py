@@ -17,12 +17,13 @@ from datetime import timedelta
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple, TextIO
 
+from nanovllm.answers import RequestOutput, unlisted
 from nanovllm.batch import StepKind
 from nanovllm.engine.stats import StepStats
+from nanovllm.extras.outputs import EmbeddingRequestOutput
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.sources import Source
-from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput, unlisted
 from nanovllm.stats.progress import LINE_SECONDS, in_notebook
 from nanovllm.stats.summary import EngineStats, TimelinePoint, coarser, counted, short
 

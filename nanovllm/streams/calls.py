@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
+from nanovllm.answers import RequestOutput
 from nanovllm.checks import check_on_error
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import LengthHint
 from nanovllm.errors import EngineClosedError
 from nanovllm.inputs import PromptLike, calls_of_llm
 from nanovllm.lifecycle import no_full_collections
-from nanovllm.outputs import RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.streams.reader import PromptReader
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.answers import CompletionOutput, RequestOutput, changed, unlisted
 from nanovllm.batch import TokenEvents
 from nanovllm.engine.requests import RequestState
-from nanovllm.outputs import CompletionOutput, RequestOutput, changed, unlisted
 from nanovllm.text.detokenizer import LONGEST_CUT
 from nanovllm.text.processor import Processor
 

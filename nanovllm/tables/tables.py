@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import Any, NamedTuple
 
+from nanovllm.answers import RequestOutput
 from nanovllm.checks import BadRow
 from nanovllm.inputs import show
-from nanovllm.outputs import RequestOutput
 
 _KINDS = "a pandas or polars DataFrame, an Arrow table, a Hugging Face Dataset or a list of dictionaries"
 _ADVICE = {

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from nanovllm.answers import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.batch import TokenLogprobs
 from nanovllm.checks import BadRow, attempt, pack_token_ids
 from nanovllm.doors import EXTRAS, TEXT, Table
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.prompts import Prompt, Request, portions

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanovllm.answers import RequestOutput
 from nanovllm.chat.calls import ChatCalls
 from nanovllm.chat.conversations import Conversation, check_template_options
 from nanovllm.checks import BadRow, raise_first
@@ -18,7 +19,6 @@ from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others, show
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.metrics import Metric
 from nanovllm.names import refuse_unknown
-from nanovllm.outputs import RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.residency.calls import ResidencyCalls
 from nanovllm.residency.runner import FailedCall, RankView

@@ -10,9 +10,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
+from nanovllm.answers import RequestMetrics
 from nanovllm.engine.stats import Answered
 from nanovllm.metrics import Counter, Gauge, Histogram, Metric
-from nanovllm.outputs import RequestMetrics
 from nanovllm.stats.summary import EngineStats
 
 _FIRST_TOKEN = [

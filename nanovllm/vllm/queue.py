@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from nanovllm.answers import RequestOutput
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.inputs import PromptLike, calls_of_llm
-from nanovllm.outputs import RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.text.prompts import parse_prompt
 

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanovllm.answers import RequestOutput, changed, unlisted
 from nanovllm.config import Config
 from nanovllm.engine.startup import open_model
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
 from nanovllm.extras.logprobs import LogprobDicts
 from nanovllm.lifecycle import no_full_collections
-from nanovllm.outputs import RequestOutput, changed, unlisted
 from nanovllm.parallel.watch import Progress
 from nanovllm.parallel.worker import exit_with, leave
 from nanovllm.plan.room import Room

@@ -11,13 +11,13 @@ from dataclasses import replace
 from time import perf_counter, time
 from typing import Any
 
+from nanovllm.answers import RequestMetrics, RequestOutput, changed
 from nanovllm.device import Device
 from nanovllm.engine.requests import refused_output
 from nanovllm.engine.startup import OpenedModel
 from nanovllm.engine.stats import Load, StepStats
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.weights import check_dense, named_pairs, named_tensor
-from nanovllm.outputs import RequestMetrics, RequestOutput, changed
 from nanovllm.parallel.replicas.pool import Pool
 from nanovllm.parallel.replicas.replica import Replica, unpack_output
 from nanovllm.residency.runner import TAGS, WEIGHTS, RankView
