@@ -71,11 +71,11 @@ class Requests:
         return [
             Sequence(
                 next(self._seq_ids),
-                request.prompt_token_ids[: request.num_needed],
+                request.prompt_token_ids,
                 request.params,
                 sequence_seed(request, index, self._seed),
                 request.stop_token_ids,
-                request.prompt_token_ids,
+                request.num_needed,
                 self._rules(request),
                 next_wanted=request.next_wanted if index == 0 else None,
                 pooling=request.pooling,
