@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-import tracemalloc
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -393,21 +391,3 @@ def test_the_model_argument(model: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         LLM("~/nowhere")
     with pytest.raises(ValueError, match="model folder '~nobody-here/model' does not exist"):
         LLM("~nobody-here/model")
-
-
-def test_a_prompt_is_kept_once(model: Path) -> None:
-    """Its ids are those of the request, however many sequences continue it."""
-    with make_tiny(model) as llm:
-        [request] = inside.processor(llm).make_requests(parse_prompts([5] * 1_000_000), [ENDING], 0)
-        tracemalloc.start()
-        try:
-            sequences = inside.requests(llm).make_sequences(request)
-            assert tracemalloc.get_traced_memory()[1] < 100_000
-        finally:
-            tracemalloc.stop()
-        assert all(seq.prompt_ids is request.prompt_token_ids for seq in sequences)
-        for seq in sequences:
-            seq.append(7)
-            assert seq.token_bytes(999_998, 1_000_001) == array("i", [5, 5, 7]).tobytes()
-            assert seq.num_tokens == 1_000_001 and seq.token_ids[-2:].tolist() == [5, 7]
-        assert len(request.prompt_token_ids) == 1_000_000
