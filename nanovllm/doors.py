@@ -134,6 +134,12 @@ TEXT = {
     "templates": "chat.templates:TemplateProcess",  # applies chat templates
     "written_end": "chat.ends:with_written_end",  # the token by which a template ends an answer
 }
+# What counts the entries of a `History`, when somebody asks.
+COUNTS = {"steps": "stats.timeline:Timeline", "answers": "vllm.metrics:RequestTimes"}
+# The `Progress` of a call that is shown.
+PROGRESS = {"shown": "stats.progress:ShownProgress"}
+# What yields parts of unfinished answers.
+STREAMS = {"parts": "streams.parts:Parts"}
 # What is known of other libraries: their arguments by call, and what to write instead of one of their names.
 OTHER_NAMES = {"arguments": "vllm.arguments:ARGUMENTS", "elsewhere": "vllm.arguments:elsewhere"}
 # What a request may ask for besides tokens by temperature, filters and penalties.

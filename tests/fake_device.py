@@ -8,6 +8,7 @@ depends on all tokens before it, as keys of deeper layers do.
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -268,7 +269,7 @@ class Loop:
 def make_sequence(seq_id: int, prompt: list[int], params: SamplingParams) -> Sequence:
     return Sequence(
         seq_id,
-        list(prompt),
+        array("i", prompt),
         params,
         seed=seq_id,
         stop_ids=frozenset() if params.ignore_eos else frozenset({EOS}),

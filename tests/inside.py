@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nanovllm import LLM
     from nanovllm.cuda_graphs.graphs import CUDAGraphs
     from nanovllm.engine.requests import Requests
-    from nanovllm.engine.stats import Counters
+    from nanovllm.engine.stats import Noted
     from nanovllm.jobs.output import Output
     from nanovllm.models.decoder import DecoderForCausalLM
     from nanovllm.parallel.channel import Channel
@@ -95,7 +95,7 @@ def grammars(llm: LLM) -> Any:
 def stop_searches(owner: LLM | Requests) -> dict[int, Any]:
     """The searches for stop strings, and what streams yielded, by the ids of unfinished sequences."""
     own = owner if hasattr(owner, "_stops") else requests(owner)
-    return own._stops | own._streams
+    return own._stops | (own._parts._streams if own._parts else {})
 
 
 def swap_visits(llm: LLM, visits: Any) -> Any:
@@ -356,9 +356,9 @@ def count_checks(patch: pytest.MonkeyPatch) -> list[int]:
 # -- statistics, jobs and other programs --------------------------------------------------------------------
 
 
-def origin(counters: Counters) -> float:
-    """When the counting began, in seconds of `perf_counter`."""
-    return counters.origin
+def waiting(noted: Noted) -> int:
+    """How many entries wait to be counted."""
+    return len(noted._waiting)
 
 
 def display(progress: Any) -> Any:

@@ -140,7 +140,7 @@ def done(command: Sequence[str | Path], folder: Path, environment: Mapping[str, 
 def test_mypy_finds_the_types_of_a_clone(beside: Path) -> None:
     mypy = [sys.executable, "-m", "mypy", "--python-executable", beside / "venv/bin/python", "script.py"]
     mypy += ["--ignore-missing-imports", "--follow-imports=silent", "--cache-dir", beside / "cache"]
-    assert 'Revealed type is "list[nanovllm.outputs.RequestOutput]"' in done(mypy, beside)
+    assert 'Revealed type is "list[nanovllm.answers.RequestOutput]"' in done(mypy, beside)
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.engine.stats import Counters
+from nanovllm.engine.stats import History, Load
 from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.run import run as run_job
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -83,7 +83,7 @@ class Nothing:
             yield RequestOutput(str(index), prompt["prompt"], [1], None, [answer], index=index)
 
     def stats(self) -> EngineStats:
-        return summary(Counters(), 0, 0, 0, 0.0)
+        return summary(History(), Load(0, 0, 0, 0.0, 0.0))
 
     def reset_prefix_cache(self) -> None:
         pass

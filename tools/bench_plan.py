@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from array import array
 
 import numpy as np
 
@@ -31,7 +32,7 @@ def measure_run(args: argparse.Namespace) -> None:
     ids = rng.integers(0, 150_000, (args.prompts, args.length), dtype=np.int32)
     ids[:, : args.shared] = ids[0, : args.shared]
     for seq_id, row in enumerate(ids):
-        scheduler.add(Sequence(seq_id, row.tolist(), params, seq_id, frozenset({5})))
+        scheduler.add(Sequence(seq_id, array("i", row.tolist()), params, seq_id, frozenset({5})))
     drawn = np.full((args.num_seqs, 1), 7)
     computed, in_flight, start = 0, None, time.process_time()
     while not scheduler.is_finished():
@@ -68,7 +69,7 @@ def main() -> None:
     scheduler = Scheduler(config, Room(args.num_seqs * 16, args.block_size, 4096))
     params = SamplingParams(temperature=0.6, max_tokens=3000, ignore_eos=True)
     for seq_id in range(args.num_seqs):  # different lengths, so that blocks fill at different steps
-        scheduler.add(Sequence(seq_id, [1] * (100 + seq_id), params, seq_id, frozenset({5})))
+        scheduler.add(Sequence(seq_id, array("i", [1] * (100 + seq_id)), params, seq_id, frozenset({5})))
     output = StepOutput(np.full((args.num_seqs, 1), 7))
     in_flight = None
     times = {"schedule": [], "postprocess": [], "both": []}

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nanovllm.chat.message_forms import Forms
 from nanovllm.chat.templates import PLAIN, TemplateError, TemplateProcess, plain
-from nanovllm.errors import BadRow, attempt
-from nanovllm.text.prompts import Prompt, check_text, show, to_list
+from nanovllm.checks import BadRow, attempt
+from nanovllm.inputs import show, to_list
+from nanovllm.text.prompts import Prompt, check_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -305,4 +306,4 @@ def _as_prompt(text: Any, where: str, name: str) -> Prompt:
     if isinstance(text, Exception):
         raise text
     check_text(text, where)
-    return Prompt(str(text), None, add_special_tokens=False)
+    return Prompt(str(text), None, add_special_tokens=False, where=where)

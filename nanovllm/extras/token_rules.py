@@ -171,16 +171,13 @@ class RuledRow(NamedTuple):
 
     row: int
     rules: Sequence[Rule]  # at most one Grammar
-    token_ids: Sequence[int]  # all known tokens; between calls they grow by allowed tokens
+    token_ids: Sequence[int]  # of which the output is known; between calls they grow by allowed tokens
     start: int  # where the output begins
 
 
 def restrict_planned(sequences: Sequence[PlannedSequence], bits: np.ndarray) -> None:
     """As `restrict_all`, with a row of bits for each sequence in order."""
-    rows = [
-        RuledRow(row, seq.rules, seq.token_ids, seq.num_prompt_tokens) for row, seq in enumerate(sequences)
-    ]
-    restrict_all(rows, bits)
+    restrict_all([RuledRow(row, seq.rules, seq.output_ids, 0) for row, seq in enumerate(sequences)], bits)
 
 
 def restrict_all(rows: Sequence[RuledRow], bits: np.ndarray) -> None:

@@ -12,8 +12,8 @@ from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.output import input_columns, ordered_lines, records, write_csv
 from nanovllm.jobs.packed import PACKINGS, import_zstd, open_rows, packed, packing_of
 from nanovllm.jobs.parquet import ParquetSource, import_pyarrow, write_parquet
+from nanovllm.jobs.side_files import replaced
 from nanovllm.jobs.sources import TABLES, CSVSource, JSONLinesSource, Source
-from nanovllm.side_files import replaced
 
 SOURCES: dict[str, Callable[..., Source]] = {
     "jsonl": JSONLinesSource,

@@ -27,10 +27,10 @@ from nanovllm.jobs.formats import ENDINGS, check_can_write, endings, is_exported
 from nanovllm.jobs.journal import CHUNK, hash_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.params import job_params
+from nanovllm.jobs.side_files import check_name, new_file, own_file
 from nanovllm.jobs.sources import Input, Source
 from nanovllm.jobs.tasks import DEFAULTS, PlainFormat, RowFormat
 from nanovllm.params import SamplingParams
-from nanovllm.side_files import check_name, new_file, own_file
 
 # Options of LLM that only set where and how a job runs. They may change when a job resumes.
 _MAY_CHANGE = {

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from nanovllm.jobs.errors import JobFailedError
-from nanovllm.side_files import open_own, replaced, sync_folder
+from nanovllm.jobs.side_files import open_own, replaced, sync_folder
 from nanovllm.stats.summary import counted
 
 KEPT_ERRORS = 200  # the number that a report lists

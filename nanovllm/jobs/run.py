@@ -18,7 +18,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.startup import find_model, overridden, read_generation_config, recommended_params
-from nanovllm.engine.stats import StepStats, short
+from nanovllm.engine.stats import StepStats
 from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs import errors
 from nanovllm.jobs.errors import (
@@ -52,7 +52,7 @@ from nanovllm.llm import LLM
 from nanovllm.models.registry import open_checkpoint
 from nanovllm.params import SamplingParams
 from nanovllm.report import Answers, GPUMonitor, Sample, check_path, write_report
-from nanovllm.stats.summary import counted
+from nanovllm.stats.summary import counted, short
 
 _RESUMES = "; the same command resumes"
 _SHOWN_FILES = 10

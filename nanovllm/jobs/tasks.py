@@ -16,16 +16,18 @@ from string import Formatter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from nanovllm.answers import CompletionOutput, Logprob, RequestOutput, unlisted
 from nanovllm.chat.conversations import check_template_options, parse_conversations, render_conversations
 from nanovllm.chat.templates import TemplateProcess
-from nanovllm.errors import BadRow, attempt, raise_first
+from nanovllm.checks import BadRow, attempt, raise_first
+from nanovllm.extras.outputs import EmbeddingRequestOutput
+from nanovllm.inputs import show
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.output import COLUMNS, to_text
 from nanovllm.jobs.params import PARAMS_COLUMN, own_params, row_params
 from nanovllm.jobs.sources import SourceRow, Values, parse_json
-from nanovllm.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput, unlisted
 from nanovllm.params import SamplingParams
-from nanovllm.text.prompts import Prompt, show
+from nanovllm.text.prompts import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -204,7 +204,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         size = self.block_size
-        num_full = min(len(seq.token_ids), seq.num_computed_tokens) // size
+        num_full = min(seq.num_known_tokens, seq.num_computed_tokens) // size
         while seq.num_hashed_blocks < num_full and seq.chain is not None:
             index = seq.num_hashed_blocks
             block = seq.tables[0][index]
@@ -226,7 +226,7 @@ class BlockManager:
 
     def _register_rest(self, seq: Sequence, chain: int, start: int) -> None:
         """Make the known and computed tokens from `start` on findable, which are less than a block."""
-        end = min(len(seq.token_ids), seq.num_computed_tokens)
+        end = min(seq.num_known_tokens, seq.num_computed_tokens)
         if start == end:
             return
         index = seq.num_hashed_blocks
@@ -302,7 +302,7 @@ class BlockManager:
             return Found([])
         size, parent = self.block_size, ROOT
         hits: list[int] = []
-        most = len(seq.token_ids) - 1
+        most = seq.num_known_tokens - 1
         if seq.next_wanted is not None:
             most = min(most, seq.next_wanted)
         for index in range(most // size):

@@ -136,7 +136,7 @@ class SamplingTable:
             np.repeat(np.array([seq.slot for seq in new], np.int64), [len(each) for each in ids]),
             np.concatenate([_NO_TOKENS, *ids]),
             np.concatenate(
-                [np.empty(0, bool), *(np.arange(len(seq.token_ids)) < seq.num_prompt_tokens for seq in new)]
+                [np.empty(0, bool), *(np.arange(seq.num_known_tokens) < seq.num_prompt_tokens for seq in new)]
             ),
         )
 

@@ -131,7 +131,7 @@ class Scheduler:
             np.array([row for row, _ in ruled], np.int64),
             bits,
             tuple(
-                (row, function, seq.token_ids[: seq.num_prompt_tokens].tolist(), seq.completion_token_ids)
+                (row, function, seq.prompt_ids[: seq.num_prompt_tokens].tolist(), seq.completion_token_ids)
                 for row, seq in rows
                 for function in seq.params.logits_processors or ()
             ),
@@ -191,10 +191,10 @@ class Scheduler:
             if token_id == NOT_FINITE:
                 self._finish(seq, "error", events.finish_reasons)
                 continue
-            seq.token_ids.append(token_id)
+            seq.append(token_id)
             events.seq_ids.append(seq_id)
             events.token_ids.append(token_id)
-            num_tokens = len(seq.token_ids)
+            num_tokens = seq.num_known_tokens
             if token_id in seq.stop_ids:
                 seq.stop_reason = token_id
                 self._finish(seq, "stop", events.finish_reasons)
@@ -211,7 +211,7 @@ class Scheduler:
             seq = self.prefilling or self._admit(first=not seqs)
             if seq is None:
                 break
-            query_len = min(budget, len(seq.token_ids) - seq.num_computed_tokens)
+            query_len = min(budget, seq.num_known_tokens - seq.num_computed_tokens)
             if not self.block_manager.keeps_all:
                 extended = self.block_manager.extend(seq, seq.num_computed_tokens + query_len)
                 assert extended, "its admission left room for every step of its prompt"
@@ -222,11 +222,11 @@ class Scheduler:
             seq.num_computed_tokens += query_len
             # The next row can already take it: a layer stores and copies all rows' K/V before any attends.
             self.block_manager.register(seq, rest=True)
-            self.prefilling = seq if seq.num_computed_tokens < len(seq.token_ids) else None
+            self.prefilling = seq if seq.num_computed_tokens < seq.num_known_tokens else None
         if not seqs:
             return None
         self._prefilled = [] if self.block_manager.keeps_all else seqs
-        draws = [int(s is not self.prefilling and s.max_tokens_total > len(s.token_ids)) for s in seqs]
+        draws = [int(s is not self.prefilling and s.max_tokens_total > s.num_known_tokens) for s in seqs]
         token_ids: list[bytes] = []
         for seq, query_len, drawn in zip(seqs, query_lens, draws, strict=True):
             end = seq.num_computed_tokens
@@ -277,7 +277,7 @@ class Scheduler:
         while index < len(self.running):  # preemption shortens the list from its end
             seq = self.running[index]
             index += 1
-            num_tokens = len(seq.token_ids) + seq.num_pending_tokens
+            num_tokens = seq.num_known_tokens + seq.num_pending_tokens
             if num_tokens > seq.capacity and not self._grow(seq):
                 continue
             seq.num_computed_tokens = num_tokens

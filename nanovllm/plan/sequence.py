@@ -30,15 +30,16 @@ class Sequence:
     """
 
     seq_id: int
-    token_ids: array[int]  # known tokens, int32; starts as a copy of the prompt that is to be computed
+    prompt_ids: array[int]  # int32, the request's own: no sequence changes it
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int] = frozenset()
-    whole_prompt: array[int] | None = None  # with a last token that is only scored; None: as `token_ids`
+    num_prompt_tokens: int = 0  # of the prompt, those to compute: all, unless the last is only scored
     rules: list[Any] = field(default_factory=list)  # on the next token, of `extras/token_rules.py`
     next_wanted: int | None = None  # the next prompt position whose hidden state is needed, if any
     pooling: str | None = None  # of these hidden states, as in `Request`; None: they score tokens
-    num_prompt_tokens: int = field(init=False)
+    output_ids: array[int] = field(init=False)  # int32
+    num_known_tokens: int = field(init=False)  # of prompt and output
     max_tokens_total: int = 0  # of prompt and output; the scheduler sets it
     status: SequenceStatus = SequenceStatus.WAITING
     slot: int = NO_SLOT
@@ -59,26 +60,35 @@ class Sequence:
     stop_reason: int | None = None
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
-        self.token_ids = array("i", self.token_ids)
+        self.num_known_tokens = self.num_prompt_tokens = self.num_prompt_tokens or len(self.prompt_ids)
+        self.output_ids = array("i")
+
+    def append(self, token_id: int) -> None:
+        """Add a token of the output, which is known from now on."""
+        self.output_ids.append(token_id)
+        self.num_known_tokens += 1
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """The known tokens [start, end) as int32."""
-        return self.token_ids[start:end].tobytes()
+        of_prompt = self.num_prompt_tokens
+        if end <= of_prompt:
+            return self.prompt_ids[start:end].tobytes()
+        own = self.output_ids[max(start - of_prompt, 0) : end - of_prompt]
+        return (self.prompt_ids[start:of_prompt] + own).tobytes()
+
+    @property
+    def token_ids(self) -> array[int]:
+        """A copy of the known tokens, int32."""
+        return self.prompt_ids[: self.num_prompt_tokens] + self.output_ids
 
     @property
     def num_tokens(self) -> int:
         """Known and pending tokens."""
-        return len(self.token_ids) + self.num_pending_tokens
-
-    @property
-    def prompt_ids(self) -> array[int]:
-        """The whole prompt."""
-        return self.token_ids[: self.num_prompt_tokens] if self.whole_prompt is None else self.whole_prompt
+        return self.num_known_tokens + self.num_pending_tokens
 
     @property
     def completion_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :].tolist()
+        return self.output_ids.tolist()
 
     def routed_experts(self, num_tokens: int) -> np.ndarray | None:
         """The experts [n, layers, top_k] of its first tokens, at most `num_tokens`; None if unknown."""
@@ -97,6 +107,6 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.seq_id}, {self.status.name}, {len(self.token_ids)}+{self.num_pending_tokens} "
+            f"Sequence({self.seq_id}, {self.status.name}, {self.num_known_tokens}+{self.num_pending_tokens} "
             f"tokens, {self.num_computed_tokens} computed, {sum(map(len, self.tables[:1]))} blocks)"
         )

@@ -16,11 +16,11 @@ from itertools import accumulate
 from pathlib import Path
 
 from nanovllm.config import Config, versions
+from nanovllm.jobs.side_files import check_name, replaced
 from nanovllm.report.answers import Answers, answers_section, bars
 from nanovllm.report.chart import FONT, STYLE, Chart, Run, clean
 from nanovllm.report.gpu import GPUMonitor, GPUSample, devices_of
 from nanovllm.report.roofline import Cost, Speed, roofline_of
-from nanovllm.side_files import check_name, replaced
 from nanovllm.stats.calls import StatsCalls
 from nanovllm.stats.summary import EngineStats, TimelinePoint, counted
 

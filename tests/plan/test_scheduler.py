@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -305,7 +306,7 @@ def test_a_slot_has_the_parameters_of_its_last_sequence() -> None:
     biased = SamplingParams(logit_bias={3: 2.0}, logprob_token_ids=[4, 5], presence_penalty=1.0)
     table, found = SamplingTable(2), []
     for seed, params in enumerate((plain, plain, biased, biased, plain, biased, plain, plain)):
-        seq = Sequence(seed, [5, 6], params, seed)
+        seq = Sequence(seed, array("i", [5, 6]), params, seed)
         seq.slot = seed % 2
         table.set(seq)
         slots = np.array([seq.slot])

@@ -251,7 +251,7 @@ def test_a_request_of_several_sequences_is_one_output(model: Path, run_ahead: bo
         assert first.prompt_token_ids == [5] * 20 and len(second.outputs) == 1
         assert first.num_cached_tokens == 0 and llm.sequences[-1].num_cached_tokens is not None
         # A request with its seed alone gives the same completion, so the first completion is that of n=1.
-        [request] = inside.processor(llm).make_requests(parse_prompts([5] * 20)[0], [ENDING], ["p"], 0)
+        [request] = inside.processor(llm).make_requests(parse_prompts([5] * 20), [ENDING], 0)
         seeds = [sequence_seed(request, index, engine_seed=0) for index in range(3)]
         assert seeds[0] == 3 and len(set(seeds)) == 3
         for completion, seed in zip(first.outputs, seeds, strict=True):

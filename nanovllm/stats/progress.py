@@ -1,24 +1,19 @@
-"""The progress of `generate`: finished requests, and tokens per second of prefill and decode. After a call, a
-hint about the length of its answers.
+"""How the progress of `generate` is shown: finished requests, and tokens per second of prefill and decode.
 
 Chooses between a bar (in a terminal or notebook), plain lines, and silence. Imports tqdm only for a bar.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
 from nanovllm.batch import StepKind
-from nanovllm.engine.stats import StepStats, short
-from nanovllm.outputs import RequestOutput, unlisted
-from nanovllm.params import MAX_TOKENS, Default, SamplingParams
-
-logger = logging.getLogger("nanovllm")
+from nanovllm.engine.stats import Progress, StepStats
+from nanovllm.stats.summary import short
 
 LINE_SECONDS = 10.0  # between plain lines
 _NOTEBOOK_COLUMNS = 80  # of a text bar in a notebook, which has no width
@@ -38,19 +33,14 @@ _WIDEST_FIELDS = {
 }
 
 
-class Progress:
-    """Counts steps and shows them.
-
-    `use_tqdm` is True, False, or a tqdm-like class, which is called with `total` and `desc`. True shows
-    nothing for a single request. Raises TypeError for anything else.
-    """
+class ShownProgress(Progress):
+    """Counts steps and shows them. `use_tqdm` is True, or a tqdm-like class, which is called with `total` and
+    `desc`."""
 
     def __init__(
         self, total: int, use_tqdm: bool | Callable[..., Any], clock: Callable[[], float] = perf_counter
     ) -> None:
         """total: number of requests; clock: returns seconds. Shows nothing before the `with` block begins."""
-        if not callable(use_tqdm) and not isinstance(use_tqdm, bool):
-            raise TypeError(f"use_tqdm must be True, False or a class like tqdm.tqdm, not {use_tqdm!r}")
         self._total = total
         self._use_tqdm = use_tqdm
         self._clock = clock
@@ -79,10 +69,10 @@ class Progress:
         rates = [f"{name} {short(self._tokens[name] / s)}" for name, s in self._seconds.items() if s > 0]
         return ", ".join(rates) + " tok/s" if rates else ""
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ShownProgress:
         if callable(self._use_tqdm):
             self._display = self._use_tqdm(total=self._total, desc="Generating")
-        elif self._use_tqdm and self._total > 1 and sys.stderr and not os.environ.get("TQDM_DISABLE"):
+        elif sys.stderr and not os.environ.get("TQDM_DISABLE"):
             if in_notebook() or sys.stderr.isatty():
                 self._display = _make_bar(self._total, self.rates)
             else:
@@ -92,39 +82,6 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         if self._display is not None:
             self._display.close()
-
-
-class LengthHint:
-    """Says once a call that most of its answers were cut off at the default `max_tokens`."""
-
-    def __init__(self, max_model_len: int) -> None:
-        self._max_model_len = max_model_len
-        self._defaults: set[int] = set()  # indexes of the prompts that have no limit of their own
-        self._num_answers = self._num_cut = 0
-
-    def asked(self, first_index: int, params: Sequence[object]) -> None:
-        """Note the parameters of prompts, from that of `first_index` on."""
-        for index, each in enumerate(params, first_index):
-            if isinstance(each, SamplingParams) and isinstance(each.max_tokens, Default):
-                self._defaults.add(index)
-
-    def answered(self, outputs: Iterable[RequestOutput]) -> None:
-        """Count answers, or the last parts of answers."""
-        for output in outputs:
-            fits = len(unlisted(output, "prompt_token_ids")) + MAX_TOKENS <= self._max_model_len
-            for each in output.outputs:
-                self._num_answers += each.finished()
-                self._num_cut += fits and each.finish_reason == "length" and output.index in self._defaults
-            if output.finished:
-                self._defaults.discard(output.index)
-
-    def say(self) -> None:
-        if 2 * self._num_cut > self._num_answers:
-            logger.warning(
-                "%d of %d answers were cut off at the default of %d tokens; set max_tokens of SamplingParams "
-                "for longer ones, or to None for as many tokens as fit",
-                *(self._num_cut, self._num_answers, MAX_TOKENS),
-            )
 
 
 class Lines:
