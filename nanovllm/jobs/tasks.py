@@ -310,18 +310,12 @@ def _logprobs(output: CompletionOutput) -> list[list[dict[str, Any]]] | None:
     """For each token a list: the drawn token, then the requested likeliest tokens."""
     if output.logprobs is None:
         return None
-    return [
-        [
-            {
-                "token_id": token_id,
-                "token": each.decoded_token,
-                "logprob": logprob_number(each),
-                "rank": each.rank,
-            }
-            for token_id, each in row.items()
-        ]
-        for row in output.logprobs
-    ]
+    return [[_logprob(token_id, each) for token_id, each in row.items()] for row in output.logprobs]
+
+
+def _logprob(token_id: int, token: Logprob) -> dict[str, Any]:
+    named = {"token_id": token_id, "token": token.decoded_token}
+    return named | {"logprob": logprob_number(token), "rank": token.rank}
 
 
 def logprob_number(token: Logprob) -> float:
