@@ -99,6 +99,8 @@ ON_THE_FLY = {
     "int8": "cpu.integers:INT8",
     "int4": "cpu.integers:INT4",
 }
+# `BlockManager` of several groups of layers, or of policies that free blocks of running sequences.
+BLOCKS = {"groups": "windows.blocks:GroupBlocks"}
 # What makes the `CacheLayout` of layers that are not all alike.
 LAYOUTS = {"windows": "windows.layout:windowed_layout"}
 # What sets the scales of a KV cache, by the option `kv_cache_dtype`; "auto" has none.

@@ -18,8 +18,7 @@ from invariants import check_scheduler
 
 from nanovllm.batch import LAST_SAMPLED, Batch, StepOutput
 from nanovllm.config import Config
-from nanovllm.kv_group import ONE_GROUP, KVGroup
-from nanovllm.plan.room import Room
+from nanovllm.kv_group import ONE_GROUP, KVGroup, Room
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams

@@ -18,9 +18,9 @@ from nanovllm.engine.executor import Load, Stepped
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
 from nanovllm.engine.stats import StepStats, pairs_of
+from nanovllm.kv_group import Room
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.outputs import RequestOutput
-from nanovllm.plan.room import Room
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.inputs import StepHandle
 from nanovllm.runner.model_runner import ModelRunner

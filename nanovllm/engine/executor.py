@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 from nanovllm.engine.stats import StepStats
+from nanovllm.kv_group import Room
 from nanovllm.outputs import RequestOutput
-from nanovllm.plan.room import Room
 from nanovllm.text.prompts import Request
 
 

@@ -27,13 +27,14 @@ from nanovllm.batch import (
     TokenMasks,
 )
 from nanovllm.config import Config
-from nanovllm.doors import EXTRAS, Table
+from nanovllm.doors import BLOCKS, EXTRAS, Table
+from nanovllm.kv_group import ONE_GROUP, Room
 from nanovllm.plan.block_manager import BlockManager
 from nanovllm.plan.columns import SamplingTable, num_likeliest
-from nanovllm.plan.room import Room
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 
 _EXTRAS: Table[Any] = Table(EXTRAS)
+_BLOCKS: Table[Any] = Table(BLOCKS)
 
 
 class Scheduler:
@@ -45,12 +46,10 @@ class Scheduler:
     """
 
     def __init__(self, config: Config, room: Room) -> None:
-        caching, chunk = config.enable_prefix_caching, config.max_num_batched_tokens
         # Whether the prefix cache also offers what decode steps wrote, with other bits than prefill.
         self._share_outputs = not config.deterministic
-        self.block_manager = BlockManager(
-            room.num_blocks, room.block_size, caching, room.groups, chunk, self._share_outputs
-        )
+        manager = BlockManager if room.groups == ONE_GROUP else _BLOCKS["groups"]
+        self.block_manager: BlockManager = manager(room, config.enable_prefix_caching, self._share_outputs)
         self.max_num_seqs = max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.room = room

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from invariants import check_scheduler
 
 from nanovllm.batch import NOT_DRAWN, NOT_FINITE, StepKind, StepOutput
+from nanovllm.kv_group import Room
 from nanovllm.plan.columns import SamplingTable
-from nanovllm.plan.room import Room
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
