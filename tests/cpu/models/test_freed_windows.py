@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import inside
 import pytest
@@ -12,12 +14,15 @@ from engine_cases import make_prompts
 from freed_blocks import CELLS, spoil_free_blocks
 from tiny_models import MORE_FAMILIES, transformers_greedy, write_tiny_model
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.batch import PADDING
+from nanovllm.engine.stats import StepStats
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.runner.memory import CacheLayout
 from nanovllm.windows.policy import Window
+from tools.bench_host import without_device
+from tools.benchmark.workloads import write_shape
 
 WINDOWED = ("mistral-window", "gemma3", "gemma2", "olmo3", "phi3", "exaone4", "gemma4", "gemma4-small")
 WINDOWED += ("gpt_oss", "qwen2-window", "qwen3-window")
@@ -170,3 +175,21 @@ def test_layers_that_read_those_of_others_have_their_blocks() -> None:
     layout = CacheLayout.of([*specs[:4], AttentionSpec(4, 2, 16, kv_from=2)], 256, 128)
     assert layout.group_of == (1, 1, 0, 1, 0)
     assert (layout.layers, parts_of(layout)) == (2, 2)
+
+
+@pytest.mark.parametrize(("shape", "tokens", "mib"), [("gemma3-4b", 18_000, 512), ("gpt-oss-20b", 2_000, 60)])
+def test_the_memory_that_one_sequence_keeps(tmp_path: Path, shape: str, tokens: int, mib: int) -> None:
+    """While it decodes, in bfloat16 and blocks of 256; the width of the model does not change it."""
+    file = write_shape(shape, tmp_path) / "config.json"
+    config = json.loads(file.read_text())
+    config |= {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 99}
+    file.write_text(json.dumps(config))
+    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16"}
+    options |= {"num_kvcache_blocks": 99, "kvcache_block_size": 256, "max_model_len": tokens + 99}
+    with LLM(tmp_path, device="cpu", max_num_seqs=2, enforce_eager=True, **options) as llm:
+        without_device(llm)
+        size = inside.runner(llm).kv_cache.nbytes / 2**20
+        steps: list[StepStats] = []
+        llm.on_step = steps.append
+        llm.generate([[5] * tokens], GREEDY, use_tqdm=False)
+    assert 0.8 * mib < steps[-2].kv_cache_usage * size <= mib
