@@ -186,8 +186,7 @@ def scheduler_state(scheduler: Scheduler) -> Any:
 
 
 def block_state(manager: BlockManager) -> Any:
-    """Reference count and cached content of each block, what is free, cached, and owned for the step being
-    planned. offsets: of each group's blocks, and their number."""
+    """Each block's count and content, what is free, cached and pinned. offsets: of groups, then their end."""
     pool, tree = manager.pool, manager._tree
     groups = {"free_parts": [{}], "offsets": [0, pool.num_blocks], "twins": [{}]} | vars(manager) | vars(pool)
     free = {name: groups[name] for name in ("free", "free_parts", "offsets", "twins")}

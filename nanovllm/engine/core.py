@@ -63,7 +63,7 @@ class Core:
             config.max_num_batched_tokens,
         )
         self.scheduler = Scheduler(config, self.room)
-        self.requests = Requests(model.processor, config.seed)
+        self.requests = Requests(model.processor, config.seed, config.return_routed_experts)
         self._run_ahead = device.is_cuda if config.async_scheduling is None else config.async_scheduling
         self._arrived: deque[tuple[Request, float]] = (
             deque()

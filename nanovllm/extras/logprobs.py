@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from nanovllm.batch import LogprobColumns, TokenLogprobs
+from nanovllm.extras.columns import LogprobColumns, TokenLogprobs
 from nanovllm.outputs import Logprob
 from nanovllm.text.detokenizer import LONGEST_CUT
 

@@ -301,8 +301,8 @@ class BlockManager:
         size, parent, find = self.block_size, ROOT, self._tree.find
         hits: list[int] = []
         most = len(seq.token_ids) - 1
-        if seq.next_wanted is not None:
-            most = min(most, seq.next_wanted)
+        if seq.extras is not None:
+            most = seq.extras.most_cached(most)
         for start in range(0, most // size * size, size):
             known = find(parent, seq.token_bytes(start, start + size))
             if known is None:

@@ -5,11 +5,11 @@ Owns each slot's last token. Knows no graph; what a batch's extras ask for is co
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from nanovllm.batch import NOT_DRAWN, Batch, StepOutput, TokenMasks, rows_of
+from nanovllm.batch import NOT_DRAWN, Batch, StepOutput, rows_of
 from nanovllm.device import Device
 from nanovllm.doors import EXTRAS, Table
 from nanovllm.kernels.last_tokens import keep_tokens
@@ -22,12 +22,8 @@ _EXTRAS: Table[Any] = Table(EXTRAS)
 _CHUNK_BYTES = 2**28  # of float32 logits that are computed at once
 
 
-class UndrawnStep(NamedTuple):
-    """A step up to its hidden states."""
-
-    batch: Batch
-    hidden: torch.Tensor  # [n, hidden_size], of the tokens in `wanted_rows`, or of all decode rows
-    inputs: StepInputs[torch.Tensor]
+# A step up to its hidden states [n, hidden_size], of the tokens in `wanted_rows`, or of all decode rows.
+Undrawn = tuple[Batch, torch.Tensor, StepInputs[torch.Tensor]]
 
 
 class Ending:
@@ -45,13 +41,13 @@ class Ending:
         self.extras: Any = None  # the door's `ExtrasEnding`, once a step has extras
         self.last_token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device.torch)  # by slot
 
-    def end(self, step: UndrawnStep, masks: TokenMasks | None) -> StepOutput[torch.Tensor]:
-        """Draw a step's tokens, and compute what its extras ask for."""
+    def end(self, step: Undrawn, masks: object = None) -> StepOutput[torch.Tensor]:
+        """Draw a step's tokens, and compute what its extras ask for. masks: of `Scheduler.masks`."""
         batch, hidden, inputs = step
-        if batch.extras is not None:
+        if batch.extras:
             if self.extras is None:
                 self.extras = _EXTRAS["ending"](self)
-            output: StepOutput[torch.Tensor] = self.extras.end(step, batch.extras, masks, self.draw)
+            output: StepOutput[torch.Tensor] = self.extras.end(step, masks, self.draw)
             return output
         last = hidden[: len(batch.slots)]
         if batch.draws.any():

@@ -120,7 +120,7 @@ def last_rows(batch: Batch) -> np.ndarray:
 def wanted_rows(batch: Batch) -> np.ndarray:
     """The indices [W] int32, ascending, of a prefill step's tokens whose hidden states are needed: those of
     `last_rows`, and the tokens of the step's extras."""
-    last, more = last_rows(batch), [] if batch.extras is None else batch.extras.places
+    last, more = last_rows(batch), batch.extras.places
     return np.unique(np.concatenate([last, *more])) if more else last
 
 

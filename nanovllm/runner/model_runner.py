@@ -17,7 +17,7 @@ import torch
 from nanovllm import doors
 from nanovllm.attention.backends import resolve_block_size, select
 from nanovllm.attention.base import SharedPrefixes, cache_dtype
-from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, StepSize, TokenMasks
+from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, StepSize
 from nanovllm.config import Config
 from nanovllm.device import Device, cpu_door, has_cpu_kernels
 from nanovllm.doors import Table
@@ -32,7 +32,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.weights import init_dummy_weights, load_weights
 from nanovllm.quantization.base import WeightOptions
 from nanovllm.runner.cuda_graph import CUDAGraphs, RecordedSteps, Rehearsal, graph_sizes
-from nanovllm.runner.ending import Ending, UndrawnStep
+from nanovllm.runner.ending import Ending, Undrawn
 from nanovllm.runner.inputs import (
     Staging,
     StepHandle,
@@ -91,7 +91,7 @@ class ModelRunner:
         self.load_weights()
         self.graphs: dict[tuple[int, bool], CUDAGraphs] = {}  # by chunk of shared prefixes, and whether drawn
         self.recorded: RecordedSteps | None = None  # on a CPU, in place of graphs
-        self._undrawn: UndrawnStep | None = None
+        self._undrawn: Undrawn | None = None
         self.prefixes: SharedPrefixFinder | None = None  # None without a KV cache
         specs = [layer.spec for layer in self.model.attention_layers]
         self.spec = max(specs, key=lambda spec: (spec.window is None, spec.num_heads))
@@ -273,7 +273,7 @@ class ModelRunner:
             (hidden, token_ids), staged = replayed
             if token_ids is not None:
                 return self._receive(StepOutput(token_ids[: len(batch.slots), None]), batch)
-            step = UndrawnStep(batch, hidden, staged())
+            step = batch, hidden, staged()
         else:
             if batch.kind is StepKind.DECODE:
                 arrays = prepare_decode(batch, self.block_size, shared)
@@ -282,18 +282,18 @@ class ModelRunner:
                 split = self.tp.split if self.routed is None else None
                 arrays = prepare_prefill(batch, self.block_size, split)
             inputs = self.staging.send(arrays)()
-            step = UndrawnStep(batch, self.run_model(inputs), inputs)
-        if batch.extras is not None and batch.extras.has_rules:
+            step = batch, self.run_model(inputs), inputs
+        if batch.extras.has_rules:
             self._undrawn = step
             return None
-        return self._receive(self.ending.end(step, None), batch)
+        return self._receive(self.ending.end(step), batch)
 
     def _replay(
         self, batch: Batch, shared: SharedPrefixes[np.ndarray] | None
     ) -> tuple[GraphOutput, Callable[[], StepInputs[torch.Tensor]]] | None:
         """Replay a decode step; return its output, and a function that creates its inputs. None if there is
         no graph for it, and it cannot be recorded."""
-        drawn = batch.extras is None or not batch.extras.needs_logits
+        drawn = not batch.extras.needs_logits
         rows, recorded = len(batch.slots), self.recorded
         graphs = self.graphs.get((shared.chunk if shared else 0, drawn))
         if graphs is not None:
@@ -324,11 +324,11 @@ class ModelRunner:
         return self.device.host_buffer(self.size.seqs * words, torch.int32).numpy().reshape(-1, words)
 
     @torch.inference_mode()
-    def draw(self, masks: TokenMasks) -> StepHandle:
+    def draw(self, masks: object) -> StepHandle:
         """Queue the end of the launched step; `masks` are its allowed tokens."""
         step, self._undrawn = self._undrawn, None
         assert step is not None, "a step with rules was launched"
-        return self._receive(self.ending.end(step, masks), step.batch)
+        return self._receive(self.ending.end(step, masks), step[0])
 
     def _graph_step(self, inputs: StepInputs[torch.Tensor], drawn: bool) -> GraphOutput:
         """The part of a step that a graph captures: (hidden states, drawn tokens or None).

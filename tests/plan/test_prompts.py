@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from nanovllm import TextPrompt, TokensPrompt
-from nanovllm.batch import LogprobColumns
 from nanovllm.checks import pack_token_ids
 from nanovllm.errors import raise_first
+from nanovllm.extras.columns import LogprobColumns
 from nanovllm.extras.logprobs import LogprobDicts
 from nanovllm.outputs import (
     CompletionOutput,
