@@ -195,15 +195,15 @@ class StepOutput(Generic[A]):
     # [S, maximum draws of a row] int64; may be NOT_FINITE or NOT_DRAWN. Undefined from column `draws` on.
     token_ids: A
     extras: Any = None  # what `Batch.extras` asked for, `ExtraOutput` in `extras/columns.py`
+    pooled: A | None = None  # [S, hidden_size] float32, the sums of hidden states that are asked for
     routed: A | None = None  # [T, layers, top_k] int16, the experts of the step's tokens
 
     def map(self, convert: Callable[[A], B]) -> StepOutput[B]:
         """The same with `convert` applied to each column."""
-        return StepOutput(
-            convert(self.token_ids),
-            None if self.extras is None else self.extras.map(convert),
-            None if self.routed is None else convert(self.routed),
-        )
+        extras = None if self.extras is None else self.extras.map(convert)
+        token_ids = convert(self.token_ids)
+        pooled, routed = (None if each is None else convert(each) for each in (self.pooled, self.routed))
+        return StepOutput(token_ids, extras, pooled, routed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -121,11 +121,10 @@ TokenLogprobs = LogprobColumns[np.ndarray]  # on the host
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExtraOutput(Generic[A]):
-    """What a step of S sequences gives besides tokens."""
+    """Logprobs that a step of S sequences gives besides tokens."""
 
     logprobs: LogprobColumns[A] | None = None  # of the S drawn tokens
     scores: LogprobColumns[A] | None = None  # of `BatchExtras.scored`
-    pooled: A | None = None  # [S, hidden_size] float32, the sums of `BatchExtras.pooled`
 
     def map(self, convert: Callable[[A], B]) -> ExtraOutput[B]:
         """The same with `convert` applied to each column."""
@@ -133,4 +132,4 @@ class ExtraOutput(Generic[A]):
             None if each is None else LogprobColumns(*map(convert, each.columns))
             for each in (self.logprobs, self.scores)
         )
-        return ExtraOutput(logprobs, scores, None if self.pooled is None else convert(self.pooled))
+        return ExtraOutput(logprobs, scores)

@@ -71,7 +71,7 @@ class ExtrasEnding:
             token_ids, logprobs = self._draw_with(last, inputs, batch, extras, masks)
         else:
             token_ids = draw(last, inputs)
-        return StepOutput(token_ids[:, None], ExtraOutput(logprobs, scores, pooled))
+        return StepOutput(token_ids[:, None], ExtraOutput(logprobs, scores), pooled)
 
     def _draw_with(
         self,

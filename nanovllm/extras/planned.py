@@ -238,7 +238,7 @@ def keep(batch: Batch, output: StepOutput[np.ndarray], seqs: dict[int, Sequence]
     ended: Ended = []
     if output.extras is not None:
         assert isinstance(batch.extras, BatchExtras)
-        ended = [(seq, "error") for seq in _keep_output(batch.extras, batch.draws, output.extras, asking)]
+        ended = [(seq, "error") for seq in _keep_output(batch.extras, batch.draws, output, asking)]
     return ended + [
         (seq, "length")
         for row, seq in asking.items()
@@ -255,17 +255,18 @@ def _keep_routed(batch: Batch, routed: np.ndarray, asking: dict[int, Sequence]) 
 
 
 def _keep_output(
-    extras: BatchExtras, draws: np.ndarray, output: ExtraOutput[np.ndarray], asking: dict[int, Sequence]
+    extras: BatchExtras, draws: np.ndarray, output: StepOutput[np.ndarray], asking: dict[int, Sequence]
 ) -> list[Sequence]:
     """Give the sequences, by row, a step's outputs. Take those out and return them that are not finite."""
-    not_finite = []
-    if output.logprobs is not None:
-        _keep_logprobs(extras, draws, output.logprobs, asking)
-    if output.scores is not None and extras.scored is not None:
+    not_finite, found = [], output.extras
+    assert isinstance(found, ExtraOutput)
+    if found.logprobs is not None:
+        _keep_logprobs(extras, draws, found.logprobs, asking)
+    if found.scores is not None and extras.scored is not None:
         for row in np.unique(extras.scored.wanted.rows).tolist():
             if row in asking:
                 k = num_likeliest(asking[row].params.prompt_logprobs or 0)
-                scores = output.scores.take(extras.scored.wanted.rows == row, k)
+                scores = found.scores.take(extras.scored.wanted.rows == row, k)
                 asking[row].extras.prompt_logprobs.append(scores)
                 if np.isnan(scores.values[:, 0]).any():
                     not_finite.append(asking.pop(row))

@@ -255,14 +255,15 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
 def test_outputs_have_their_own_memory() -> None:
     """Sequences keep outputs; if these were pinned, every step would allocate more pinned memory."""
     shown = LogprobColumns(torch.rand(3, 6), torch.arange(18).view(3, 6), torch.arange(3))
-    extras = ExtraOutput(shown, shown, torch.rand(3, 8))
-    handle = staging().receive(StepOutput(torch.arange(3)[:, None], extras))
-    assert handle.result().token_ids[:, 0].tolist() == [0, 1, 2]
-    output, fetched = handle.result().extras, handle.tensors.extras
-    for found, tensors in ((output.logprobs, fetched.logprobs), (output.scores, fetched.scores)):
+    given_tensors = StepOutput(torch.arange(3)[:, None], ExtraOutput(shown, shown), torch.rand(3, 8))
+    handle = staging().receive(given_tensors)
+    output, fetched = handle.result(), handle.tensors
+    assert output.token_ids[:, 0].tolist() == [0, 1, 2]
+    pairs = [(getattr(output.extras, each), getattr(fetched.extras, each)) for each in ("logprobs", "scores")]
+    for found, tensors in pairs:
         for name in ("values", "token_ids", "ranks"):
             tensor = getattr(tensors, name)
             array = getattr(found, name)
             assert np.array_equal(array, getattr(shown, name)) and not np.shares_memory(array, tensor.numpy())
-    assert np.array_equal(output.pooled, extras.pooled)
+    assert np.array_equal(output.pooled, given_tensors.pooled)
     assert not np.shares_memory(output.pooled, fetched.pooled.numpy())
