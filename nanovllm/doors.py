@@ -99,6 +99,8 @@ ON_THE_FLY = {
     "int8": "cpu.integers:INT8",
     "int4": "cpu.integers:INT4",
 }
+# `BlockManager` of several groups of layers, or of policies that free blocks of running sequences.
+BLOCKS = {"groups": "windows.blocks:GroupBlocks"}
 # What makes the `CacheLayout` of layers that are not all alike.
 LAYOUTS = {"windows": "windows.layout:windowed_layout"}
 # What sets the scales of a KV cache, by the option `kv_cache_dtype`; "auto" has none.
@@ -148,11 +150,11 @@ EXTRAS = {
     "params": "extras.params:checked",  # checks these sampling parameters
     "guarded": "extras.logits_processors:GuardedProcessors",  # whose errors end one request
     "texts": "extras.texts:ExtraTexts",  # constraints, bad words and logprobs, for a `Processor`
-    "rules": "extras.token_rules:make_rules",  # of a sequence, on its next token
-    "restrict": "extras.token_rules:restrict_planned",  # fills the bits of the tokens that they allow
-    "dead_end": "extras.token_rules:dead_end",
-    "prompt_tokens": "extras.wanted:take_prompt_tokens",  # of a step, to score or to pool
-    "keep_logprobs": "extras.wanted:keep_logprobs",  # of drawn tokens, for their sequences
+    "sequence": "extras.planned:SequenceExtras.of",  # what one sequence asks for, and what it has got
+    "step": "extras.planned:extras_of",  # what those of a step ask for: its `Extras`
+    "masks": "extras.planned:masks_of",  # the tokens that may follow in a step
+    "keep": "extras.planned:keep",  # gives the sequences of a step what they asked for
+    "dead_end": "extras.planned:dead_end",
     "ending": "extras.ending:ExtrasEnding",  # ends a step with `Extras`, for an `Ending`
 }
 # What the door of CPUs does in place of Triton, cuBLAS and CUDA graphs; see `device.cpu_door`.

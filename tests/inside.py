@@ -186,11 +186,11 @@ def scheduler_state(scheduler: Scheduler) -> Any:
 
 
 def block_state(manager: BlockManager) -> Any:
-    """Reference count and cached content of each block, what is free, what is cached, and what is owned for
-    the step being planned."""
+    """Each block's count and content, what is free, cached and pinned. offsets: of groups, then their end."""
     pool, tree = manager.pool, manager._tree
-    free = {"free": pool.free_slabs, "free_parts": pool.free_parts, "free_partial": pool._free_partial}
-    refs = {"ref_counts": pool.ref_counts, "content": pool.content, "twins": manager._twins}
+    groups = {"free_parts": [{}], "offsets": [0, pool.num_blocks], "twins": [{}]} | vars(manager) | vars(pool)
+    free = {name: groups[name] for name in ("free", "free_parts", "offsets", "twins")}
+    refs = {"ref_counts": pool.ref_counts, "content": pool.content, "free_partial": pool._free_partial}
     found = {"by_key": tree._by_key, "children": tree._children, "pinned": manager._pinned}
     return SimpleNamespace(**free, **refs, **found, tree=tree)
 

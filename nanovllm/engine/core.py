@@ -18,8 +18,8 @@ from nanovllm.device import Device
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
 from nanovllm.engine.stats import Load, StepStats, pairs_of
+from nanovllm.kv_group import Room
 from nanovllm.lifecycle import held_interrupts
-from nanovllm.plan.room import Room
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.inputs import PendingOutput
 from nanovllm.runner.model_runner import ModelRunner
@@ -63,7 +63,7 @@ class Core:
             config.max_num_batched_tokens,
         )
         self.scheduler = Scheduler(config, self.room)
-        self.requests = Requests(model.processor, config.seed)
+        self.requests = Requests(model.processor, config.seed, config.return_routed_experts)
         self._run_ahead = device.is_cuda if config.async_scheduling is None else config.async_scheduling
         self._arrived: deque[tuple[Request, float]] = (
             deque()

@@ -17,9 +17,10 @@ from typing import Any
 import xxhash
 
 from nanovllm.answers import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm.batch import Batch, TokenEvents
+from nanovllm.batch import PENALTIES, Batch, TokenEvents
 from nanovllm.checks import BadRow
 from nanovllm.doors import EXTRAS, STREAMS, Table
+from nanovllm.params import SamplingParams
 from nanovllm.plan.sequence import Sequence
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, Request
@@ -48,10 +49,12 @@ class RequestState:
 class Requests:
     """The unfinished requests of an engine. Request ids count up from 0, and so do those of sequences."""
 
-    def __init__(self, processor: Processor, seed: int) -> None:
-        """seed: the engine's; seeds of requests without their own seed derive from it."""
+    def __init__(self, processor: Processor, seed: int, keeps_experts: bool = False) -> None:
+        """seed: the engine's; seeds of requests without their own seed derive from it. keeps_experts: whether
+        outputs say which experts computed their tokens."""
         self.processor = processor
-        self._seed = seed
+        self._seed, self._keeps_experts = seed, keeps_experts
+        self._plain: SamplingParams | None = None  # parameters without extras; the next are mostly the same
         self._seq_ids = count()
         self._states: dict[str, RequestState] = {}  # by request id
         self._owners: dict[int, RequestState] = {}  # by id of each unfinished sequence
@@ -76,18 +79,23 @@ class Requests:
                 sequence_seed(request, index, self._seed),
                 request.stop_token_ids,
                 request.num_needed,
-                self._rules(request),
-                next_wanted=request.next_wanted if index == 0 else None,
-                pooling=request.pooling,
+                self._extras(request, index),
             )
             for index in range(request.params.n)
         ]
 
-    def _rules(self, request: Request) -> list[Any]:
-        """The rules of one sequence on its next token."""
+    def _extras(self, request: Request, index: int) -> Any:
+        """What a sequence asks for besides tokens, of the door; None for most."""
         params = request.params
-        asks = request.constraint, request.bad_words, params.min_tokens, params.allowed_token_ids
-        return _EXTRAS["rules"](request, self.processor.eos_token_ids) if any(asks) else []
+        if params is not self._plain:
+            if params.has_extras or any(
+                getattr(params, name) != each.neutral for name, each in PENALTIES.items()
+            ):
+                return _EXTRAS["sequence"](request, index, self.processor.eos_token_ids)
+            self._plain = params
+        if self._keeps_experts or request.first_scored is not None or request.pooling is not None:
+            return _EXTRAS["sequence"](request, index, self.processor.eos_token_ids)
+        return None
 
     def add(self, request: Request, sequences: list[Sequence], arrival: float) -> None:
         """Keep a request, which arrived at `arrival`, until all of its sequences have ended."""
@@ -174,18 +182,19 @@ class Requests:
         )
 
     def _output(self, state: RequestState, now: float) -> RequestOutput:
-        first = state.sequences[0]
+        extras = state.sequences[0].extras
+        scores, pooled = ([], None) if extras is None else (extras.prompt_logprobs, extras.pooled)
         completions = [state.completions[index] for index in range(state.request.params.n)]
-        failed = [seq for seq in state.sequences if seq.rules and seq.finish_reason == "error"]
+        failed = [s for s in state.sequences if s.extras is not None and s.finish_reason == "error"]
         dead_end = _EXTRAS["dead_end"](failed) if failed else None
         metrics = self._metrics(state, now)
         return self.processor.output(
             state.request,
             completions,
             metrics,
-            first.prompt_logprobs,
+            scores,
             state.num_cached_tokens,
-            first.pooled,
+            pooled,
             dead_end,
         )
 
@@ -205,9 +214,11 @@ class Requests:
         else:
             assert seq.finish_reason is not None
             output = self.processor.completion(request, index, token_ids, seq.finish_reason, seq.stop_reason)
+        if seq.extras is None:
+            return output
         computed = seq.num_prompt_tokens + len(output.token_ids) - 1  # not the last token
-        output.routed_experts = seq.routed_experts(computed)
-        return self.processor.with_logprobs(output, request, seq.logprobs)
+        output.routed_experts = seq.extras.routed_experts(computed)
+        return self.processor.with_logprobs(output, request, seq.extras.logprobs)
 
 
 def sequence_seed(request: Request, index: int, engine_seed: int) -> int:

@@ -10,19 +10,16 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from nanovllm.batch import (
+from nanovllm.batch import NOT_DRAWN, PADDING, Batch, StepOutput, rows_of
+from nanovllm.extras.columns import (
     NO_LOGPROBS,
-    NOT_DRAWN,
-    PADDING,
-    Batch,
-    Extras,
+    BatchExtras,
+    ExtraOutput,
     LogprobColumns,
     Penalties,
     ScoredTokens,
-    StepOutput,
     TokenMasks,
     WantedTokens,
-    rows_of,
 )
 from nanovllm.extras.kernels.logprobs import token_logprobs
 from nanovllm.extras.logits_processors import call_processor
@@ -55,7 +52,6 @@ class ExtrasEnding:
     def end(
         self,
         batch: Batch,
-        extras: Extras,
         hidden: torch.Tensor,
         inputs: BatchInputs[torch.Tensor],
         masks: TokenMasks | None,
@@ -63,6 +59,8 @@ class ExtrasEnding:
     ) -> StepOutput[torch.Tensor]:
         """Draw a step's tokens, and compute its other requested outputs. Arguments as in `Ending.end`; draw:
         `Ending.draw`."""
+        extras = batch.extras
+        assert isinstance(extras, BatchExtras)
         last, scores, pooled, logprobs = hidden[: len(batch.slots)], None, None, None
         if extras.scored is not None or extras.pooled is not None:
             wanted = wanted_rows(batch)
@@ -81,14 +79,14 @@ class ExtrasEnding:
             token_ids, logprobs = self._draw_with(last, inputs, batch, extras, masks)
         else:
             token_ids = draw(last, inputs)
-        return StepOutput(token_ids[:, None], logprobs, scores, pooled)
+        return StepOutput(token_ids[:, None], ExtraOutput(logprobs, scores), pooled)
 
     def _draw_with(
         self,
         hidden: torch.Tensor,
         inputs: BatchInputs[torch.Tensor],
         batch: Batch,
-        extras: Extras,
+        extras: BatchExtras,
         masks: TokenMasks | None,
     ) -> tuple[torch.Tensor, LogprobColumns[torch.Tensor] | None]:
         """As `Ending.draw`, with the step's extras; return the tokens, and their logprobs if requested.
@@ -178,7 +176,7 @@ class ExtrasEnding:
         return RowMasks(self._device.send(mask_of_row), self._device.send(masks.bits))
 
     def _biased(
-        self, raw: torch.Tensor, extras: Extras, masks: TokenMasks | None, rows: slice
+        self, raw: torch.Tensor, extras: BatchExtras, masks: TokenMasks | None, rows: slice
     ) -> torch.Tensor:
         """Logits after logits processors and biases; a new tensor if there are any."""
         every, bias = () if masks is None else masks.processors, extras.bias

@@ -11,7 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from nanovllm.answers import Logprob
-from nanovllm.batch import LogprobColumns, TokenLogprobs
+from nanovllm.extras.columns import LogprobColumns, TokenLogprobs
 from nanovllm.text.detokenizer import LONGEST_CUT
 
 _PromptLogprob = dict[int, Logprob] | None

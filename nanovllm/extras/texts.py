@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanovllm.answers import CompletionOutput, changed
-from nanovllm.batch import TokenLogprobs
 from nanovllm.checks import pack_token_ids
+from nanovllm.extras.columns import TokenLogprobs
 from nanovllm.extras.least_tokens import LeastTokens
 from nanovllm.extras.logits_processors import GuardedProcessors
 from nanovllm.extras.logprobs import LogprobDicts, join_parts, join_rows

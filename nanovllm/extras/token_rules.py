@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from nanovllm.plan.sequence import Sequence as PlannedSequence
 from nanovllm.text.prompts import Request
 
 if TYPE_CHECKING:
@@ -175,11 +174,6 @@ class RuledRow(NamedTuple):
     start: int  # where the output begins
 
 
-def restrict_planned(sequences: Sequence[PlannedSequence], bits: np.ndarray) -> None:
-    """As `restrict_all`, with a row of bits for each sequence in order."""
-    restrict_all([RuledRow(row, seq.rules, seq.output_ids, 0) for row, seq in enumerate(sequences)], bits)
-
-
 def restrict_all(rows: Sequence[RuledRow], bits: np.ndarray) -> None:
     """Fill a row of bits for each sequence: the tokens that all of its rules allow.
 
@@ -226,13 +220,3 @@ def make_rules(request: Request, eos_token_ids: Iterable[int] = ()) -> list[Rule
     if request.bad_words:
         rules.append(BadWords(request.bad_words))
     return rules
-
-
-def dead_end(sequences: Iterable[PlannedSequence]) -> tuple[str, int] | None:
-    """Where the constraint of the first of these sequences allowed no token: llguidance's message, if any,
-    and the number of tokens before. None if there is no such place."""
-    for seq in sequences:
-        for rule in seq.rules:
-            if isinstance(rule, Grammar) and rule.dead_end is not None:
-                return rule.dead_end, len(seq.completion_token_ids)
-    return None

@@ -1,5 +1,5 @@
 """Sequence: the mutable state of one completion, private to the engine process. Never pickled, never on a
-device."""
+device. SamplingTable: the sampling parameters of those that run, as columns; they were checked before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.batch import NO_SLOT, TokenLogprobs
+from nanovllm.batch import FILTERS, NO_SLOT, SAMPLING_PARAMETERS, Column, FilterColumns, SamplingColumns
 from nanovllm.params import SamplingParams
 
 
@@ -35,9 +35,7 @@ class Sequence:
     seed: int
     stop_ids: frozenset[int] = frozenset()
     num_prompt_tokens: int = 0  # of the prompt, those to compute: all, unless the last is only scored
-    rules: list[Any] = field(default_factory=list)  # on the next token, of `extras/token_rules.py`
-    next_wanted: int | None = None  # the next prompt position whose hidden state is needed, if any
-    pooling: str | None = None  # of these hidden states, as in `Request`; None: they score tokens
+    extras: Any = None  # what it asks for besides tokens, `SequenceExtras` in `extras/planned.py`
     output_ids: array[int] = field(init=False)  # int32
     num_known_tokens: int = field(init=False)  # of prompt and output
     max_tokens_total: int = 0  # of prompt and output; the scheduler sets it
@@ -51,11 +49,6 @@ class Sequence:
     capacity: int = 0  # tokens that its blocks have room for
     num_hashed_blocks: int = 0  # leading blocks that are registered in the prefix cache
     chain: int | None = 0  # the chain id of these blocks; None if a hash collision prevents more
-    is_uncounted: bool = False  # penalties have not counted its tokens since its admission
-    logprobs: list[tuple[TokenLogprobs, int]] = field(default_factory=list)  # one row for each output token
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # in parts, in order
-    pooled: np.ndarray | None = None  # [hidden_size] float32, the sum so far
-    routed: list[tuple[int, np.ndarray]] = field(default_factory=list)  # experts from a position on, in parts
     finish_reason: str | None = None
     stop_reason: int | None = None
 
@@ -90,23 +83,45 @@ class Sequence:
     def completion_token_ids(self) -> list[int]:
         return self.output_ids.tolist()
 
-    def routed_experts(self, num_tokens: int) -> np.ndarray | None:
-        """The experts [n, layers, top_k] of its first tokens, at most `num_tokens`; None if unknown."""
-        if not self.routed:
-            return None
-        end = max(start + len(part) for start, part in self.routed)
-        whole = np.zeros((end, *self.routed[0][1].shape[1:]), np.int16)
-        for start, part in self.routed:  # after a preemption tokens are computed again
-            whole[start : start + len(part)] = part
-        return whole[:num_tokens]
-
-    @property
-    def has_rules(self) -> bool:
-        """Whether the next token depends on previous tokens, by rules or by logits processors."""
-        return bool(self.rules or self.params.logits_processors)
-
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, {self.status.name}, {self.num_known_tokens}+{self.num_pending_tokens} "
             f"tokens, {self.num_computed_tokens} computed, {sum(map(len, self.tables[:1]))} blocks)"
         )
+
+
+# One row for each slot, so that one lookup finds all columns of a step.
+_ROW = np.dtype(
+    [("seeds", np.int64), *((name, each.dtype) for name, each in SAMPLING_PARAMETERS.items())], align=True
+)
+_GREEDY: list[float] = [column.neutral for column in SAMPLING_PARAMETERS.values()]
+
+
+class SamplingTable:
+    """The sampling parameters of every slot, so that each column of a step is a NumPy lookup."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._rows = np.zeros(num_slots, _ROW)
+        self._last: tuple[SamplingParams | None, list[float]] = None, []  # the next one mostly has the same
+
+    def set(self, seq: Sequence) -> None:
+        """Store the parameters of a sequence in its slot."""
+        params, values = seq.params, self._last[1]
+        if self._last[0] is not params:
+            values = _GREEDY
+            if params.temperature:
+                values = [fitting(each, getattr(params, name)) for name, each in SAMPLING_PARAMETERS.items()]
+            self._last = params, values
+        self._rows[seq.slot] = (seq.seed, *values)
+
+    def take(self, slots: np.ndarray, positions: np.ndarray) -> SamplingColumns[np.ndarray]:
+        """The columns of `slots` [S], which draw the tokens at `positions` [S]."""
+        rows = self._rows.take(slots)
+        filters = FilterColumns(*[rows[name] for name in FILTERS])
+        return SamplingColumns(rows["temperature"], rows["seeds"], positions, filters)
+
+
+def fitting(column: Column, value: float) -> float:
+    """A parameter as its column holds it. Integers below the neutral value are other names of it; those above
+    int32 act like its largest."""
+    return min(max(value, column.neutral), 2**31 - 1) if column.dtype is np.int32 else value

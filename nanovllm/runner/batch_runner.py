@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import SharedPrefixes, StepMetadata
-from nanovllm.batch import Batch, StepKind, StepOutput, StepSize, TokenMasks
+from nanovllm.batch import Batch, StepKind, StepOutput, StepSize
 from nanovllm.device import Device
 from nanovllm.kernels.last_tokens import take_tokens
 from nanovllm.kernels.logits import WORD
@@ -129,7 +129,7 @@ class BatchRunner:
                 arrays = prepare_prefill(batch, self.block_size, split)
             inputs = self.staging.send(arrays)()
             hidden = self.run_model(inputs)
-        if batch.extras is not None and batch.extras.has_rules:
+        if batch.extras.has_rules:
             self._undrawn = batch, hidden, inputs
             return None
         return self._receive(self.ending.end(batch, hidden, inputs), len(batch.token_ids))
@@ -139,7 +139,7 @@ class BatchRunner:
     ) -> tuple[GraphOutput, Callable[[], BatchInputs[torch.Tensor]]] | None:
         """Replay a decode step; return its output, and a function that creates its inputs. None if there is
         no graph for it, and it cannot be recorded."""
-        drawn = batch.extras is None or not batch.extras.needs_logits
+        drawn = not batch.extras.needs_logits
         rows, recorded = len(batch.slots), self.recorded
         graphs = self.graphs.get((shared.chunk if shared else 0, drawn))
         if graphs is not None:
@@ -170,7 +170,7 @@ class BatchRunner:
         return self.device.host_buffer(self.size.seqs * words, torch.int32).numpy().reshape(-1, words)
 
     @torch.inference_mode()
-    def draw(self, masks: TokenMasks) -> PendingOutput:
+    def draw(self, masks: object) -> PendingOutput:
         """Queue the end of the launched step; `masks` are its allowed tokens."""
         assert self._undrawn is not None, "a step with rules was launched"
         (batch, hidden, inputs), self._undrawn = self._undrawn, None

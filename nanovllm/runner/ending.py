@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.batch import NOT_DRAWN, Batch, StepOutput, TokenMasks, rows_of
+from nanovllm.batch import NOT_DRAWN, Batch, StepOutput, rows_of
 from nanovllm.device import Device
 from nanovllm.doors import EXTRAS, Table
 from nanovllm.kernels.last_tokens import keep_tokens
@@ -42,19 +42,17 @@ class Ending:
         batch: Batch,
         hidden: torch.Tensor,
         inputs: BatchInputs[torch.Tensor],
-        masks: TokenMasks | None = None,
+        masks: object = None,
     ) -> StepOutput[torch.Tensor]:
         """Draw a step's tokens, and compute what its extras ask for.
 
-        hidden: [n, hidden_size], of the tokens in `wanted_rows`, or of all decode rows. masks: of the rows
-        with rules.
+        hidden: [n, hidden_size], of the tokens in `wanted_rows`, or of all decode rows. masks: of
+        `Scheduler.masks`.
         """
-        if batch.extras is not None:
+        if batch.extras:
             if self.extras is None:
                 self.extras = _EXTRAS["ending"](self)
-            output: StepOutput[torch.Tensor] = self.extras.end(
-                batch, batch.extras, hidden, inputs, masks, self.draw
-            )
+            output: StepOutput[torch.Tensor] = self.extras.end(batch, hidden, inputs, masks, self.draw)
             return output
         last = hidden[: len(batch.slots)]
         if batch.draws.any():

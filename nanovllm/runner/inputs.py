@@ -120,7 +120,7 @@ def last_rows(draws: np.ndarray, query_lens: np.ndarray) -> np.ndarray:
 def wanted_rows(batch: Batch) -> np.ndarray:
     """The indices [W] int32, ascending, of a prefill step's tokens whose hidden states are needed: those of
     `last_rows`, and the tokens of the step's extras."""
-    last, more = last_rows(batch.draws, batch.query_lens), [] if batch.extras is None else batch.extras.places
+    last, more = last_rows(batch.draws, batch.query_lens), batch.extras.places
     return np.unique(np.concatenate([last, *more])) if more else last
 
 

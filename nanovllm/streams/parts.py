@@ -72,7 +72,8 @@ class Parts:
             )
         text = "" if stream.text is None else stream.text.take()
         part = CompletionOutput(stream.index, text, token_ids)
-        rows = stream.state.sequences[stream.index].logprobs[stream.num_tokens :]
+        extras = stream.state.sequences[stream.index].extras
+        rows = [] if extras is None else extras.logprobs[stream.num_tokens :]
         stream.num_characters += len(text)
         stream.num_tokens += len(token_ids)
         part = self._processor.with_logprobs(part, stream.state.request, rows, stream.before)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from nanovllm.answers import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm.batch import TokenLogprobs
 from nanovllm.checks import BadRow, attempt, pack_token_ids
 from nanovllm.doors import EXTRAS, TEXT, Table
 from nanovllm.params import SamplingParams
@@ -159,7 +158,7 @@ class Processor:
         self,
         output: CompletionOutput,
         request: Request,
-        rows: list[tuple[TokenLogprobs, int]],
+        rows: list[Any],
         before: Sequence[int] = (),
     ) -> CompletionOutput:
         """Return the completion with the logprobs of its tokens, one row for each, if requested.
@@ -176,7 +175,7 @@ class Processor:
         request: Request,
         completions: list[CompletionOutput],
         metrics: RequestMetrics,
-        scores: list[TokenLogprobs],
+        scores: list[Any],
         num_cached_tokens: int = 0,
         pooled: np.ndarray | None = None,
         dead_end: tuple[str, int] | None = None,

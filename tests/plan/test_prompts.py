@@ -14,8 +14,8 @@ import pytest
 
 from nanovllm import TextPrompt, TokensPrompt
 from nanovllm.answers import CompletionOutput, Logprob, RequestOutput, changed, unlisted
-from nanovllm.batch import LogprobColumns
 from nanovllm.checks import pack_token_ids, raise_first
+from nanovllm.extras.columns import LogprobColumns
 from nanovllm.extras.logprobs import LogprobDicts
 from nanovllm.extras.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from nanovllm.text import prompts as forms

@@ -18,7 +18,6 @@ from nanovllm.batch import (
     PADDING,
     Batch,
     Column,
-    LogprobColumns,
     StepKind,
     StepOutput,
     StepSize,
@@ -26,6 +25,7 @@ from nanovllm.batch import (
     map_columns,
 )
 from nanovllm.device import Device
+from nanovllm.extras.columns import ExtraOutput, LogprobColumns
 from nanovllm.kernels.decode_attention import SharedUnit
 from nanovllm.parallel.halves import halves
 from nanovllm.runner.inputs import (
@@ -255,11 +255,12 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
 def test_outputs_have_their_own_memory() -> None:
     """Sequences keep outputs; if these were pinned, every step would allocate more pinned memory."""
     shown = LogprobColumns(torch.rand(3, 6), torch.arange(18).view(3, 6), torch.arange(3))
-    given_tensors = StepOutput(torch.arange(3)[:, None], shown, shown, torch.rand(3, 8))
+    given_tensors = StepOutput(torch.arange(3)[:, None], ExtraOutput(shown, shown), torch.rand(3, 8))
     handle = staging().receive(given_tensors)
     output, fetched = handle.result(), handle.tensors
     assert output.token_ids[:, 0].tolist() == [0, 1, 2]
-    for found, tensors in ((output.logprobs, fetched.logprobs), (output.scores, fetched.scores)):
+    pairs = [(getattr(output.extras, each), getattr(fetched.extras, each)) for each in ("logprobs", "scores")]
+    for found, tensors in pairs:
         for name in ("values", "token_ids", "ranks"):
             tensor = getattr(tensors, name)
             array = getattr(found, name)
