@@ -108,7 +108,7 @@ BACKENDS = {
     "triton": "attention.backends:TritonBackend",
     "flash_attn": "flash_attn.backend:FlashAttnBackend",
     "cpu": "cpu.attention:CPUBackend",
-    "reference": "attention.backends:ReferenceBackend",
+    "reference": "attention.reference:ReferenceBackend",
 }
 # `RopeType` by config.json's `rope_type`.
 ROPES = {

@@ -31,9 +31,10 @@ from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.models.hf_config import FULL, SLIDING, HFConfig, layer_kinds, number, rope_config
-from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard
+from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.names import FileNames
-from nanovllm.quantization.unquantized import QuantConfig
+from nanovllm.quantization.shards import WeightShard
 
 _IN_WHOLE = ("model.language_model.", "model.", "language_model.model.")  # where files have the decoder
 

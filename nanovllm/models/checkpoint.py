@@ -18,7 +18,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.quantization.base import WeightSource
+from nanovllm.quantization.shards import WeightSource
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

@@ -31,9 +31,8 @@ from nanovllm.models.hf_config import (
     window_length,
 )
 from nanovllm.models.spellings import NAMES, Ropes, one_form
+from nanovllm.quantization.config import QuantConfig, quant_config
 from nanovllm.quantization.names import FileNames
-from nanovllm.quantization.registry import quant_config
-from nanovllm.quantization.unquantized import QuantConfig
 
 _MAX_RANKS = 1024  # tensor_parallel_size up to this is proposed in an error
 MAX_ELEMENTS = 2**48  # of one weight

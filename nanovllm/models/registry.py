@@ -12,7 +12,7 @@ from nanovllm import doors
 from nanovllm.doors import Table
 from nanovllm.models.checkpoint import CONFIG_FILE, MODELOPT_FILE, Checkpoint, shortened
 from nanovllm.models.config import ModelConfig, ModelFamily
-from nanovllm.quantization.registry import supported_quantizations
+from nanovllm.quantization.config import supported_quantizations
 
 _FAMILIES: Table[ModelFamily] = Table(doors.FAMILIES)
 FORMATS: Table[type[Checkpoint]] = Table(doors.CHECKPOINTS)  # the first that reads a path takes it

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.attention.backends import ReferenceBackend
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.errors import ModelLoadError
 from nanovllm.layers.stream import Group
 from nanovllm.layers.weights import allocate, finish_loading, weight_slots
@@ -25,8 +25,9 @@ from nanovllm.models.checkpoint import CONFIG_FILE, listing
 from nanovllm.models.config import Mixture, ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import open_checkpoint
-from nanovllm.quantization.base import WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.base import WeightOptions
 from nanovllm.quantization.names import BARE
+from nanovllm.quantization.shards import WeightShard, WeightSource
 
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

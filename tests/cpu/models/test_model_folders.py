@@ -27,7 +27,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config, open_checkpoint
 from nanovllm.models.weights import check_weights
-from nanovllm.quantization.base import WeightSource
+from nanovllm.quantization.shards import WeightSource
 
 T = TypeVar("T")
 FOLDERS = 200

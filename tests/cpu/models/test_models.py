@@ -18,8 +18,8 @@ from tiny_models import (
     write_tiny_model,
 )
 
-from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.attention.base import PrefillRanges, StepMetadata
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.cpu import isa
 from nanovllm.device import Device
 from nanovllm.engine.startup import resolve_max_model_len
