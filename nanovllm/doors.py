@@ -82,7 +82,7 @@ MODELS = {"hub": "hub.download:download"}
 # `Checkpoint` by the format of the files; the first that reads a path takes it.
 CHECKPOINTS = {
     "gguf": "formats.gguf.checkpoint:GGUFCheckpoint",
-    "safetensors": "models.checkpoint:Checkpoint",
+    "safetensors": "formats.safetensors.checkpoint:SafetensorsCheckpoint",
 }
 # What makes a `QuantConfig` of config.json's quantization_config, by its `quant_method`.
 QUANTIZATIONS = {

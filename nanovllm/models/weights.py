@@ -21,10 +21,9 @@ from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.errors import ModelLoadError
 from nanovllm.layers.stream import Group
 from nanovllm.layers.weights import allocate, finish_loading, weight_slots
-from nanovllm.models.checkpoint import CONFIG_FILE, listing
 from nanovllm.models.config import Mixture, ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.registry import open_checkpoint
+from nanovllm.models.registry import CONFIG_FILE, listing, open_checkpoint
 from nanovllm.quantization.base import WeightOptions
 from nanovllm.quantization.names import BARE
 from nanovllm.quantization.shards import WeightShard, WeightSource
