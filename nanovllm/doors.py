@@ -79,6 +79,12 @@ FAMILIES: dict[str, str] = {
 }
 # Where a model comes from that is no folder or file here.
 MODELS = {"hub": "hub.download:download"}
+# How a `ModelFamily` reads config.json, unless it overrides that.
+CONFIG_JSON = {
+    "family": "formats.config_json.reading:model_config",
+    "decoder": "formats.config_json.reading:read",
+    "rope": "formats.config_json.reading:rope",
+}
 # `Checkpoint` by the format of the files; the first that reads a path takes it.
 CHECKPOINTS = {
     "gguf": "formats.gguf.checkpoint:GGUFCheckpoint",

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from nanovllm.families.qwen3_moe import MoEFamily
+from nanovllm.formats.config_json.values import layer_kinds
 from nanovllm.formats.mxfp4.method import Mxfp4Config
 from nanovllm.kernels.activation import Activation
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.hf_config import HFConfig, layer_kinds
+from nanovllm.models.config import HFConfig, ModelConfig
 from nanovllm.moe.layers import ExpertNames, MoESpec
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.names import FileNames

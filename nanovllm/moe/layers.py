@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from nanovllm.formats.config_json.reading import MAX_ELEMENTS
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.stream import Group, Step
 from nanovllm.layers.weights import WeightLayer, named, split_evenly
-from nanovllm.models.config import MAX_ELEMENTS, Mixture
+from nanovllm.models.config import Mixture
 from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP

@@ -15,8 +15,7 @@ from test_models import PROMPT, forward, load
 from tiny_models import FAMILIES, MORE_FAMILIES, edit_json, write_tiny_model
 
 from nanovllm import ModelLoadError, demo_model_path
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.hf_config import FULL, SLIDING
+from nanovllm.models.config import FULL, SLIDING, ModelConfig
 from nanovllm.models.registry import load_model_config, open_checkpoint
 from nanovllm.text.tokenizer import load_tokenizer
 from tools import write_gguf as write_gguf_module
