@@ -24,8 +24,18 @@ else:  # pytest brings it
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = (".ci", "docs", "findings", "nanovllm", "tests", "tools")
-FILES = ("LICENSE", "MANIFEST.in", "README.md", "bench.py", "example.py", "pyproject.toml")
+FOLDERS = (".ci", ".github", "docs", "examples", "findings", "nanovllm", "tests", "tools")
+FILES = ("LICENSE", "MANIFEST.in", "README.md", "bench.py", "example.py", "pyproject.toml", "constraints.txt")
+FILES += (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "Makefile",
+    "mkdocs.yml",
+    "Dockerfile",
+    "Dockerfile.gpu",
+)
+FILES += (".dockerignore", ".pre-commit-config.yaml")
 JUNK = shutil.ignore_patterns("__pycache__", ".*_cache")
 
 

@@ -1,6 +1,6 @@
 """Time of the paged attention kernels alone: decode inside a CUDA graph, whole prompts as launched.
 
-python tools/bench_attention.py --q-heads 16 --kv-heads 8 --cache-dtype fp8
+python -m tools.bench attention --q-heads 16 --kv-heads 8 --cache-dtype fp8
 
 The calls rotate over several caches, so that no call finds its keys and values in the L2 cache.
 """

@@ -3,8 +3,8 @@
 Steps are planned, their inputs are built and copied, and each row gets a token at once. Prints processor time
 by part, for each prompt.
 
-    OMP_NUM_THREADS=1 python tools/bench_host.py --workload label-240
-    OMP_NUM_THREADS=1 python tools/bench_host.py --workload label-240 --profile
+    OMP_NUM_THREADS=1 python -m tools.bench host --workload label-240
+    OMP_NUM_THREADS=1 python -m tools.bench host --workload label-240 --profile
 """
 
 from __future__ import annotations

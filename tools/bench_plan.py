@@ -1,8 +1,8 @@
 """Time of planning on the host, without a device: schedule + postprocess of a step of decoding sequences, or
 of a whole run over prompts, of which the first tokens are shared.
 
-    python tools/bench_plan.py --num-seqs 512
-    python tools/bench_plan.py --prompts 4096 --shared 200 --block-size 64
+    python -m tools.bench plan --num-seqs 512
+    python -m tools.bench plan --prompts 4096 --shared 200 --block-size 64
 """
 
 from __future__ import annotations
