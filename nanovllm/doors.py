@@ -109,6 +109,12 @@ ON_THE_FLY = {
 LAYOUTS = {"windows": "windows.layout:windowed_layout"}
 # What sets the scales of a KV cache, by the option `kv_cache_dtype`; "auto" has none.
 CALIBRATIONS = {"fp8": "formats.fp8.cache:calibrate"}
+# What finds the prefixes that rows of a decode step share, as `PrefixFinder` of `runner/batch_runner.py`.
+SHARED_PREFIXES = {"finder": "shared_prefixes.finder:make_finder"}
+# What gives a runner its `Graphs`, on a GPU.
+CUDA_GRAPHS = {"graphs": "cuda_graphs.capture:capture"}
+# What the graphs of prefill steps take of the memory of such a step.
+PREFILL_SHARE = "cuda_graphs.capture:prefill_share"
 # `AttentionBackend` by its name, fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
 BACKENDS = {
     "triton": "attention.backends:TritonBackend",

@@ -32,7 +32,7 @@ from nanovllm.kernels.decode_attention import (
 )
 from nanovllm.kernels.paged import PLAIN, KVCache, Variant, fp8_pair
 from nanovllm.kernels.prefill_attention import Tiles, paged_prefill_attention_triton
-from nanovllm.runner.shared_prefixes import find_shared_prefixes
+from nanovllm.shared_prefixes.finder import find_shared_prefixes
 
 DECODE = (paged_decode_attention_triton, paged_decode_attention_reference)
 PREFILL = (paged_prefill_attention_triton, paged_prefill_attention_reference)

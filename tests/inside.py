@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from nanovllm import LLM
+    from nanovllm.cuda_graphs.graphs import CUDAGraphs
     from nanovllm.engine.requests import Requests
     from nanovllm.engine.stats import Counters
     from nanovllm.jobs.output import Output
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from nanovllm.plan.block_manager import BlockManager
     from nanovllm.plan.scheduler import Scheduler
     from nanovllm.residency.runner import ResidentModelRunner
-    from nanovllm.runner.cuda_graph import CUDAGraphs
     from nanovllm.runner.inputs import Staging
     from nanovllm.text.detokenizer import Detokenizer
     from nanovllm.text.processor import Processor

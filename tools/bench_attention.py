@@ -19,7 +19,7 @@ import torch
 from nanovllm.kernels.decode_attention import CHUNK, SHARED_CHUNK, SharedUnit, paged_decode_attention_triton
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
-from nanovllm.runner.shared_prefixes import find_shared_prefixes
+from nanovllm.shared_prefixes.finder import find_shared_prefixes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 ROTATE_BYTES = 2**30  # what the calls of a round read at least: many times an L2 cache

@@ -94,6 +94,17 @@ class AttentionBackend(ABC):
         the spec has them.
         """
 
+    def replace(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """As `forward` in a prefill step, but the result overwrites q, which is contiguous."""
+        q.copy_(self.forward(q, cache, meta, spec, sinks))
+
 
 class TritonBackend(AttentionBackend):
     name = "triton"
@@ -127,20 +138,41 @@ class TritonBackend(AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        variant = spec.variant(sinks)
-        if meta.prefill is None:
-            shared = meta.shared if spec.window is None else None
-            return paged_decode_attention_triton(
-                q,
-                cache,
-                meta.block_tables,
-                meta.context_lens,
-                meta.max_seqlen_k,
-                spec.scale,
-                None if shared is None else Shared(**vars(shared)),
-                invariant=self.deterministic,
-                variant=variant,
-            )
+        if meta.prefill is not None:
+            return self._prefill(q, cache, meta, spec, sinks)
+        shared = meta.shared if spec.window is None else None
+        return paged_decode_attention_triton(
+            q,
+            cache,
+            meta.block_tables,
+            meta.context_lens,
+            meta.max_seqlen_k,
+            spec.scale,
+            None if shared is None else Shared(**vars(shared)),
+            invariant=self.deterministic,
+            variant=spec.variant(sinks),
+        )
+
+    def replace(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self._prefill(q, cache, meta, spec, sinks, q)
+
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert meta.prefill is not None
         return paged_prefill_attention_triton(
             q,
             cache,
@@ -150,7 +182,8 @@ class TritonBackend(AttentionBackend):
             meta.prefill.max_seqlen_q,
             spec.scale,
             invariant=self.deterministic,
-            variant=variant,
+            variant=spec.variant(sinks),
+            out=out,
         )
 
 

@@ -248,7 +248,11 @@ def render_conversations(
     good = [row for row, each in enumerate(texts) if not isinstance(each, Exception)]
     if type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base":
         given = attempt(_plain_arguments, tokenizer, [conversations[row] for row in good], options)
-        rendered: list[Any] = [given] * len(good) if isinstance(given, Exception) else process.render(*given)
+        if isinstance(given, Exception):
+            rendered: list[Any] = [given] * len(good)
+        else:
+            template, special, plain_texts, applied = given
+            rendered = process.render(template, special, plain_texts, applied)
     else:
         forms = Forms(partial(_applied, tokenizer, {**options, **PLAIN}))
         rendered = [_apply(tokenizer, forms.fit(texts[row]), options) for row in good]

@@ -22,9 +22,10 @@ from nanovllm.lifecycle import held_interrupts
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.room import Room
 from nanovllm.plan.scheduler import Scheduler
-from nanovllm.runner.inputs import StepHandle
+from nanovllm.runner.inputs import PendingOutput
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.ranks import RankSetup, start_ranks
+from nanovllm.runner.ranks import RankSetup
+from nanovllm.runner.start import start_ranks
 from nanovllm.text.prompts import Request
 
 
@@ -34,7 +35,7 @@ class _LaunchedStep(NamedTuple):
     batch: Batch
     num_cached_tokens: int
     num_preemptions: int
-    handle: StepHandle | None  # None: its tokens are not drawn yet
+    handle: PendingOutput | None  # None: its tokens are not drawn yet
 
 
 class Core:

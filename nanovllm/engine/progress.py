@@ -167,16 +167,16 @@ def _make_bar(total: int, rates: Callable[[], str]) -> Any:
             values: dict[str, Any] = super().format_dict
             return values | {"bar_format": layout(total, values["ncols"]), "postfix": rates()}
 
-    columns: dict[str, Any] = {"ncols": _NOTEBOOK_COLUMNS} if notebook_text else {"dynamic_ncols": True}
-    return Bar(total=total, miniters=0, disable=False, **columns)
+    columns = _NOTEBOOK_COLUMNS if notebook_text else None
+    return Bar(total=total, miniters=0, disable=False, ncols=columns, dynamic_ncols=not notebook_text)
 
 
 def layout(total: int, columns: object) -> str:
     """The fullest of _LAYOUTS that fits `columns` for `total` requests; the first if `columns` is None."""
     if not isinstance(columns, int):  # a notebook's widget, or a terminal of unknown width
         return _LAYOUTS[0]
-    counts = {"n_fmt": str(total), "total_fmt": str(total)}
-    fitting = (each for each in _LAYOUTS if len(each.format(**_WIDEST_FIELDS, **counts)) <= columns)
+    shown = _WIDEST_FIELDS | {"n_fmt": str(total), "total_fmt": str(total)}
+    fitting = (each for each in _LAYOUTS if len(each.format_map(shown)) <= columns)
     return next(fitting, _LAYOUTS[-1])
 
 

@@ -36,10 +36,10 @@ from nanovllm.kernels.logits import (
     restart_counts,
 )
 from nanovllm.kernels.sampling import filtered_logits, sample
-from nanovllm.runner.ending import Ending, UndrawnStep
-from nanovllm.runner.inputs import StepInputs, last_rows, wanted_rows
+from nanovllm.runner.ending import Ending
+from nanovllm.runner.inputs import BatchInputs, last_rows, wanted_rows
 
-Draw = Callable[[torch.Tensor, StepInputs[torch.Tensor]], torch.Tensor]
+Draw = Callable[[torch.Tensor, BatchInputs[torch.Tensor]], torch.Tensor]
 
 
 class ExtrasEnding:
@@ -53,10 +53,16 @@ class ExtrasEnding:
         self.counts: torch.Tensor | None = None  # [slots, V] int16, once a sequence has penalties
 
     def end(
-        self, step: UndrawnStep, extras: Extras, masks: TokenMasks | None, draw: Draw
+        self,
+        batch: Batch,
+        extras: Extras,
+        hidden: torch.Tensor,
+        inputs: BatchInputs[torch.Tensor],
+        masks: TokenMasks | None,
+        draw: Draw,
     ) -> StepOutput[torch.Tensor]:
-        """Draw a step's tokens, and compute its other requested outputs. draw: `Ending.draw`."""
-        batch, hidden, inputs = step
+        """Draw a step's tokens, and compute its other requested outputs. Arguments as in `Ending.end`; draw:
+        `Ending.draw`."""
         last, scores, pooled, logprobs = hidden[: len(batch.slots)], None, None, None
         if extras.scored is not None or extras.pooled is not None:
             wanted = wanted_rows(batch)
@@ -64,7 +70,7 @@ class ExtrasEnding:
             def of(places: np.ndarray) -> torch.Tensor:
                 return hidden[self._device.send(np.searchsorted(wanted, places))]
 
-            last = of(last_rows(batch))
+            last = of(last_rows(batch.draws, batch.query_lens))
             if extras.scored is not None:
                 scores = self._score(of(extras.scored.wanted.places), extras.scored)
             if extras.pooled is not None:
@@ -80,7 +86,7 @@ class ExtrasEnding:
     def _draw_with(
         self,
         hidden: torch.Tensor,
-        inputs: StepInputs[torch.Tensor],
+        inputs: BatchInputs[torch.Tensor],
         batch: Batch,
         extras: Extras,
         masks: TokenMasks | None,

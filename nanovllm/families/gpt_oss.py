@@ -54,7 +54,7 @@ class _Part:
         step = 1 if self._first is None else 2
         read = [(step * start, step * stop), *others]
         read = read[::-1] if self._transposed else read
-        part = self._source[(self._expert, *(slice(*each) for each in read))]
+        part = self._source[(self._expert, *(slice(first, end) for first, end in read))]
         return _arranged(part, self._first, self._transposed)
 
 

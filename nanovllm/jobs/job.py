@@ -263,11 +263,19 @@ def _open_part(args: argparse.Namespace, path: Path, plain: PlainFormat, name: s
 
 
 def _plain_format(args: argparse.Namespace, params: SamplingParams, seed: int) -> PlainFormat:
-    columns = {"prompt": args.prompt_column, "messages": args.messages_column, "id": args.id_column}
     given = COPIED if args.columns is None else args.columns
     copied = {"all": None, "none": ()}.get(given, given) if isinstance(given, str) else given
-    chat = {"chat": args.chat, "system": args.system}
-    return PlainFormat(params, seed, template=args.template, copied=copied, **columns, **chat)
+    return PlainFormat(
+        params,
+        seed,
+        prompt=args.prompt_column,
+        template=args.template,
+        messages=args.messages_column,
+        id=args.id_column,
+        copied=copied,
+        chat=args.chat,
+        system=args.system,
+    )
 
 
 def make_format(

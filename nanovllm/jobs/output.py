@@ -174,7 +174,8 @@ class Output:
                 if record is None:
                     num_dropped += 1
                     continue
-                self._count(*record)
+                index, values = record
+                self._count(index, values)
                 good_end, num_before = file.tell(), num_dropped
         os.ftruncate(self._descriptor, good_end)
         self.num_dropped += num_dropped

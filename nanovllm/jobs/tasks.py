@@ -142,9 +142,16 @@ class PlainFormat(RowFormat):
                 raise ValueError(f"there is no column {name!r}; there are {_names(values)}")
         prompt, is_chat = self._prompt(values)
         params = self.params_of(row.index, own_params(values.get(PARAMS_COLUMN)))
-        about: dict[str, Any] = {"place": row.place, "num_bytes": row.num_bytes}
-        about["columns"] = self.copied(values)
-        return Task(row.index, self.row_id(values), prompt, params, is_chat, **about)
+        return Task(
+            row.index,
+            self.row_id(values),
+            prompt,
+            params,
+            is_chat,
+            place=row.place,
+            num_bytes=row.num_bytes,
+            columns=self.copied(values),
+        )
 
     def row_id(self, values: Values) -> Any:
         return next((values[name] for name in self._ids if values.get(name) is not None), None)

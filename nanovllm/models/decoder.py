@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backends import AttentionBackend
-from nanovllm.attention.base import StepMetadata
+from nanovllm.attention.base import AttentionMetadata, StepMetadata
 from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.kernels.copy_cells import copy_cells
 from nanovllm.kernels.kinds import unknown
@@ -132,13 +132,24 @@ class Attention(WeightLayer):
         )
         if spec.kv_from is None:
             q = qk_norm_rope_store(q, k, v, rotation, self.cache, meta.slot_mapping)
-            if meta.copies is not None:  # of what earlier steps stored, or this one
-                copy_cells(*self.cache[:2], meta.copies.cells, meta.copies.longest)
         else:
             q = q_norm_rope_reference(q, rotation)
-        attended = self.backend.forward(q, self.cache, meta, spec, self.sinks)
-        product: Product = self.o_proj(attended.flatten(1))
+        product: Product = self.o_proj(self.attend(q, meta).flatten(1))
         return product
+
+    def attend(self, q: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        """Copy cached keys and values, then attend. q [T, heads, head_dim]; meta: of this layer's group."""
+        self._copy_cells(meta)
+        return self.backend.forward(q, self.cache, meta, self.spec, self.sinks)
+
+    def attend_in_place(self, q: torch.Tensor, meta: AttentionMetadata) -> None:
+        """As `attend`, in a prefill step: the result overwrites q, which is contiguous."""
+        self._copy_cells(meta)
+        self.backend.replace(q, self.cache, meta, self.spec, self.sinks)
+
+    def _copy_cells(self, meta: AttentionMetadata) -> None:
+        if meta.copies is not None and self.spec.kv_from is None:  # of what earlier steps stored, or this one
+            copy_cells(*self.cache[:2], meta.copies.cells, meta.copies.longest)
 
 
 class GatedMLP(nn.Module):
@@ -211,6 +222,12 @@ class DecoderForCausalLM(nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
         """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; only of the
         metadata's `wanted_rows`, if it has them."""
+        return self.leave(*self.enter(input_ids, positions, meta), meta.wanted_rows)
+
+    def enter(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata
+    ) -> tuple[AnyStream, Step]:
+        """The first part of `forward`: all layers but the last."""
         step = Step(positions, meta)
         embedded = self.model.embed_tokens(input_ids)
         if self.config.embedding_multiplier != 1.0:  # rounded as the embedding is
@@ -218,9 +235,13 @@ class DecoderForCausalLM(nn.Module):
         if self.model.layer_inputs is not None:
             step = step._replace(layer_inputs=self.model.layer_inputs(input_ids, embedded))
         x = self.tp.begin(embedded, step)
-        last = len(self.model.layers) - 1
-        for index, layer in enumerate(self.model.layers):
-            x = layer(x, step, meta.wanted_rows if index == last else None)
+        for layer in self.model.layers[:-1]:
+            x = layer(x, step)
+        return x, step
+
+    def leave(self, x: AnyStream, step: Step, wanted: torch.Tensor | None) -> torch.Tensor:
+        """The second part of `forward`: the last layer, of the rows that are wanted, and the final norm."""
+        x = self.model.layers[-1](x, step, wanted)
         hidden: torch.Tensor = self.model.norm(x).tensor()
         return hidden
 

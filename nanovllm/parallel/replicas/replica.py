@@ -118,7 +118,8 @@ def unpack_output(output: RequestOutput, request: Request, processor: Processor)
         logprobs = unlisted(owner, name)
         if not isinstance(logprobs, tuple):
             return logprobs
-        return processor.extras.logprob_dicts(request.params, *logprobs)
+        columns, num_unknown, before = logprobs
+        return processor.extras.logprob_dicts(request.params, columns, num_unknown, before)
 
     completions = [changed(each, logprobs=unpacked(each, "logprobs")) for each in output.outputs]
     return changed(

@@ -30,13 +30,13 @@ from nanovllm.kernels.decode_attention import SharedUnit
 from nanovllm.parallel.halves import halves
 from nanovllm.runner.inputs import (
     ALIGN,
+    BatchInputs,
     Staging,
-    StepInputs,
     last_rows,
     prepare_decode,
     prepare_prefill,
 )
-from nanovllm.runner.shared_prefixes import no_shared_prefixes
+from nanovllm.shared_prefixes.finder import no_shared_prefixes
 
 BLOCK = 4
 UNIT = SharedUnit(3, 8)
@@ -83,13 +83,13 @@ def staging() -> Staging:
     return Staging(Device("cpu"), LARGEST)
 
 
-def columns(inputs: StepInputs[Any]) -> list[tuple[Column, Any]]:
+def columns(inputs: BatchInputs[Any]) -> list[tuple[Column, Any]]:
     found: list[tuple[Column, Any]] = []
     map_columns(inputs, lambda column, value: found.append((column, value)))
     return found
 
 
-def addresses(inputs: StepInputs[torch.Tensor]) -> list[tuple[int, torch.Size]]:
+def addresses(inputs: BatchInputs[torch.Tensor]) -> list[tuple[int, torch.Size]]:
     return [(tensor.data_ptr(), tensor.shape) for _, tensor in columns(inputs)]
 
 
@@ -118,7 +118,7 @@ def test_a_sequence_can_draw_several_tokens(batch: Batch, data: st.DataObject) -
     ends = np.cumsum(batch.query_lens).tolist()
     want = [row for end, drawn in zip(ends, draws, strict=True) for row in range(end - max(drawn, 1), end)]
     batch = replace(batch, draws=np.array(draws, np.int32))
-    assert last_rows(batch).tolist() == want
+    assert last_rows(batch.draws, batch.query_lens).tolist() == want
     inputs = prepare_prefill(batch, BLOCK)
     assert inputs.attention.wanted_rows.tolist() == want
     assert inputs.attention.wanted_rows.dtype == np.int32

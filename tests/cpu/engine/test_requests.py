@@ -19,7 +19,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.batch import NOT_FINITE, Batch
 from nanovllm.engine.requests import sequence_seed
 from nanovllm.jobs.params import make_params
-from nanovllm.runner.inputs import StepHandle
+from nanovllm.runner.inputs import PendingOutput
 from nanovllm.sampling_params import Default
 from nanovllm.text.prompts import parse_prompts
 
@@ -346,7 +346,7 @@ def test_one_sequence_that_fails_is_named_in_the_output(model: Path, monkeypatch
         llm.add_request([5] * 20, LIKELIEST)
         launch = inside.runner(llm).launch
 
-        def failing(batch: Batch) -> StepHandle:
+        def failing(batch: Batch) -> PendingOutput:
             handle = launch(batch)
             handle.tensors.token_ids.numpy()[1] = NOT_FINITE
             return handle

@@ -339,6 +339,6 @@ def test_a_new_kind_of_weight_is_refused() -> None:
 
 def test_a_new_kind_of_step_is_refused() -> None:
     batch = replace(EMPTY_BATCH, kind=cast(Any, "new"))
-    runner: Any = SimpleNamespace(layout=SimpleNamespace(numbered=lambda batch, page: batch))
+    runner: Any = SimpleNamespace(layout=SimpleNamespace(own_numbers=False))
     runner.kv_cache = torch.empty(0, 0, 16)
     refused(lambda: ModelRunner.launch(runner, batch))

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from nanovllm.attention.base import SharedPrefixes
 from nanovllm.batch import PADDING, Batch
-from nanovllm.kernels.decode_attention import CHUNK, LONG_PREFIX, SharedUnit
+from nanovllm.kernels.decode_attention import CHUNK, LONG_PREFIX, SharedUnit, least_chunk
+from nanovllm.runner.batch_runner import SharedRows
+from nanovllm.runner.model_runner import ModelRunner
 
 MIN_SHARED_TOKENS = 16384  # saved reads in a step from which a second pass over the batch pays
-SharedRows = SharedPrefixes[np.ndarray]
 
 
 class SharedPrefixFinder:
@@ -64,8 +66,17 @@ class SharedPrefixFinder:
         shortest = int(found.lens[: int(found.units[0])].min())
         chunk = CHUNK if shortest >= LONG_PREFIX else self._unit.positions
         chunk = max(chunk, self._least_chunk(len(found.skips)))
-        whole = {name: getattr(found, name) // chunk * chunk for name in ("lens", "skips")}
-        return replace(found, chunk=chunk, **whole)
+        lens, skips = found.lens // chunk * chunk, found.skips // chunk * chunk
+        return replace(found, chunk=chunk, lens=lens, skips=skips)
+
+
+def make_finder(runner: ModelRunner, unit: SharedUnit) -> SharedPrefixFinder:
+    """The finder for the steps of a runner."""
+    max_num_seqs = runner.config.max_num_seqs
+    if runner.config.deterministic:
+        return SharedPrefixFinder(runner.block_size, unit, max_num_seqs)
+    least = partial(least_chunk, runner.spec.num_heads, runner.spec.head_dim, runner.max_model_len)
+    return SharedPrefixFinder(runner.block_size, unit, max_num_seqs, least)
 
 
 def find_shared_prefixes(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,21 +27,6 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     few = range(1, FEW_ROWS + 1)
     sizes = {*few, *range(8, 65, 8), *range(80, max_num_seqs, 16), max_num_seqs}
     return sorted(size for size in sizes if size <= max_num_seqs)
-
-
-class RecordedSteps(Protocol):
-    """What a door has in place of graphs: decode steps, recorded when they first run and then replayed."""
-
-    @property
-    def usable(self) -> bool:
-        """Whether steps can be recorded, as far as is known."""
-
-    def clear(self) -> None:
-        """Forget all recordings: addresses of weights or of the KV cache change."""
-
-    def run(self, key: object, make_step: Callable[[], Callable[[], Any]]) -> Any:
-        """The output of the step `key`, of its recording or of the step that `make_step` makes, which is
-        recorded. None if it cannot be recorded; then it has stored no token."""
 
 
 class CUDAGraphs:
