@@ -11,8 +11,7 @@ from pathlib import Path
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.families.qwen3 import QWEN3
-from nanovllm.models.config import ModelConfig, ModelFamily
-from nanovllm.models.hf_config import HFConfig
+from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.registry import register_model
 
 KEY = "final_logit_softcapping"  # refused by families that do not read it

@@ -79,10 +79,16 @@ FAMILIES: dict[str, str] = {
 }
 # Where a model comes from that is no folder or file here.
 MODELS = {"hub": "hub.download:download"}
+# How a `ModelFamily` reads config.json, unless it overrides that.
+CONFIG_JSON = {
+    "family": "formats.config_json.reading:model_config",
+    "decoder": "formats.config_json.reading:read",
+    "rope": "formats.config_json.reading:rope",
+}
 # `Checkpoint` by the format of the files; the first that reads a path takes it.
 CHECKPOINTS = {
     "gguf": "formats.gguf.checkpoint:GGUFCheckpoint",
-    "safetensors": "models.checkpoint:Checkpoint",
+    "safetensors": "formats.safetensors.checkpoint:SafetensorsCheckpoint",
 }
 # What makes a `QuantConfig` of config.json's quantization_config, by its `quant_method`.
 QUANTIZATIONS = {
@@ -116,7 +122,7 @@ BACKENDS = {
     "triton": "attention.backends:TritonBackend",
     "flash_attn": "flash_attn.backend:FlashAttnBackend",
     "cpu": "cpu.attention:CPUBackend",
-    "reference": "attention.backends:ReferenceBackend",
+    "reference": "attention.reference:ReferenceBackend",
 }
 # `RopeType` by config.json's `rope_type`.
 ROPES = {

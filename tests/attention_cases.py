@@ -14,8 +14,9 @@ from unittest import mock
 import torch
 from tensors import F16, F32, FP8, assert_near, randn
 
-from nanovllm.attention.backends import ReferenceBackend
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, PrefillRanges
+from nanovllm.attention.backends import AttentionBackend
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.kernels import decode_attention
 from nanovllm.kernels.attention_reference import (
     paged_decode_attention_reference,

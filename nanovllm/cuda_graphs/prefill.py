@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, StepMetadata
+from nanovllm.attention.backends import AttentionBackend
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec, StepMetadata
 from nanovllm.batch import NO_SLOT
 from nanovllm.device import Device
 from nanovllm.kernels.compat import in_graph, next_power_of_2

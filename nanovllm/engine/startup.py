@@ -18,9 +18,15 @@ from nanovllm.device import CPU_KV_CACHE_BYTES, Device, cpu_door
 from nanovllm.doors import EXTRAS, TEXT, Table
 from nanovllm.errors import ModelLoadError
 from nanovllm.inputs import show
-from nanovllm.models.checkpoint import GENERATION_FILE, MODULES_FILE
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.registry import Hub, load_model_config, open_checkpoint, resolve_model_path
+from nanovllm.models.registry import (
+    GENERATION_FILE,
+    MODULES_FILE,
+    Hub,
+    load_model_config,
+    open_checkpoint,
+    resolve_model_path,
+)
 from nanovllm.models.weights import check_weights, find_head
 from nanovllm.params import SamplingParams
 from nanovllm.runner.memory import CALIBRATION_TOKENS

@@ -13,12 +13,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.attention.base import (
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionSpec,
-    PrefillRanges,
-)
+from nanovllm.attention.backends import AttentionBackend
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
 from nanovllm.device import Device
 from nanovllm.kernels.paged import KVCache
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, StepMetadata
+from nanovllm.attention.backends import AttentionBackend
+from nanovllm.attention.base import AttentionMetadata, StepMetadata
 from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.kernels.copy_cells import copy_cells
 from nanovllm.kernels.kinds import unknown
@@ -28,8 +29,9 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.stream import AnyStream, Group, HeadsNorm, RMSNorm, Step
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
-from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard
-from nanovllm.quantization.unquantized import QuantConfig
+from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.config import QuantConfig
+from nanovllm.quantization.shards import WeightShard
 
 
 class Build(NamedTuple):

@@ -17,11 +17,11 @@ from nanovllm.engine.requests import refused_output
 from nanovllm.engine.startup import OpenedModel
 from nanovllm.engine.stats import Load, StepStats
 from nanovllm.lifecycle import held_interrupts
-from nanovllm.models.weights import check_dense, named_pairs, named_tensor
 from nanovllm.parallel.replicas.pool import Pool
 from nanovllm.parallel.replicas.replica import Replica, unpack_output
 from nanovllm.residency.runner import TAGS, WEIGHTS, RankView
 from nanovllm.residency.shared_tensors import SharedMemoryBuffer, SharedTensors
+from nanovllm.residency.updates import check_dense, named_pairs, named_tensor
 from nanovllm.text.prompts import Request
 
 Update = tuple[SharedMemoryBuffer, SharedTensors]  # of one call of `update`, for replicas that restart

@@ -50,7 +50,7 @@ from nanovllm.moe.kernels.gemv import expert_gemv_triton
 from nanovllm.moe.kernels.grouped_matmul import choose_experts, experts_triton
 from nanovllm.moe.kernels.reference import experts_reference
 from nanovllm.moe.kernels.tiles import Chosen, ExpertMLP, tiles_reference
-from nanovllm.quantization.base import WeightShard
+from nanovllm.quantization.shards import WeightShard
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 from nanovllm.runner.model_runner import ModelRunner
 

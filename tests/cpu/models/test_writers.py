@@ -16,8 +16,7 @@ from tiny_models import FAMILIES, MORE_FAMILIES, edit_json, write_tiny_model
 
 from nanovllm import ModelLoadError, demo_model_path
 from nanovllm.engine.startup import load_tokenizer
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.hf_config import FULL, SLIDING
+from nanovllm.models.config import FULL, SLIDING, ModelConfig
 from nanovllm.models.registry import load_model_config, open_checkpoint
 from tools import write_gguf as write_gguf_module
 from tools.write_fp8 import SCALES, write_fp8

@@ -7,9 +7,9 @@ both sides have this form, so it makes no difference which spelling either of th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-from nanovllm.models.hf_config import FULL, SLIDING
+from nanovllm.models.config import FULL, SLIDING, Ropes
 
 # A setting, and its names in files. If a file has several, the first that is not null counts, as in
 # transformers; a family's default counts under its own name.
@@ -35,10 +35,6 @@ PROPERTIES = ("rope_theta", "partial_rotary_factor", "original_max_position_embe
 _DICTS = ("rope_parameters", "rope_scaling")  # of transformers 5 and 4
 _ROPE_KEYS = (*PROPERTIES, "rope_local_base_freq", *_DICTS)
 
-# Which layers settings hold for that are not stated for each kind of layer. "one": all. "unscaled": layers
-# with a window have no scaling. "local": nor the same theta, but rope_local_base_freq. "each": none, only
-# rope_parameters states them, and for each kind.
-Ropes = Literal["one", "unscaled", "local", "each"]
 _Sets = dict[str, dict[str, Any]]  # settings by the kind of layer
 
 

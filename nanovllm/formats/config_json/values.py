@@ -1,7 +1,4 @@
-"""HFConfig: typed reading of a config.json dict, and what families read there in the same way.
-
-Every error names the key. Opens no file, and knows no family.
-"""
+"""What families read in config.json in the same way. Every error names the key. Opens no file."""
 
 from __future__ import annotations
 
@@ -11,38 +8,9 @@ from typing import Any
 
 from nanovllm.attention.rotary import RopeConfig
 from nanovllm.kernels.activation import Activation
+from nanovllm.models.config import FULL, SLIDING, HFConfig
 
 _SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
-FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers in layer_types
-
-
-class HFConfig:
-    """Typed reading of a config.json dict. A missing key takes the family's default, null the caller's."""
-
-    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.raw = raw
-        self.defaults = defaults
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of `key`, or the family's default if it is missing; `default` if that is null."""
-        value = self.raw[key] if key in self.raw else self.defaults.get(key)
-        return default if value is None else value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer."""
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
-        if value >= 2**31:
-            raise ValueError(f"config.json: {key} must be below 2**31, not {value!r}")
-        return value
-
-    def boolean(self, key: str) -> bool:
-        """Return True or False; null counts as False."""
-        value = self.get(key, False)
-        if not isinstance(value, bool):
-            raise ValueError(f"config.json: {key} must be true or false, not {value!r}")
-        return value
 
 
 def window_length(hf: HFConfig) -> int | None:
