@@ -1,0 +1,67 @@
+"""ThinkingStream: the tokens of one answer, decoded and separated as they come. Ends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from nanovllm.reasoning.marks import Mark
+from nanovllm.reasoning.splitter import Splits
+
+
+class TextStream(Protocol):
+    """Decodes an answer token by token, as `extras/stop_strings.py` does."""
+
+    def append(self, token_id: int) -> str:
+        """Take the next token; return the new whole characters."""
+
+
+class ThinkingStream:
+    """A `TextStream` of the text behind the thinking, which it keeps.
+
+    So a search for stop strings in it sees nothing of the thinking.
+    """
+
+    def __init__(self, stream: TextStream, splits: Splits, mark_of: Mapping[int, Mark]) -> None:
+        """mark_of: the marks that are one token, by its id."""
+        self._stream, self._splits, self._mark_of = stream, splits, mark_of
+        self._reasoning: list[str] = []
+        self._num_taken = 0  # parts that `take` returned
+        self.num_reasoning_tokens = 0  # those within the thinking, with its marks
+
+    def append(self, token_id: int) -> str:
+        was_open = self._splits.is_open
+        text, mark = self._stream.append(token_id), self._mark_of.get(token_id)
+        if mark is None:
+            reasoning, new = self._splits.feed(text)
+        else:
+            before = self._splits.feed(text.removesuffix(mark))  # bytes that become no character
+            after = self._splits.feed(mark)
+            reasoning, new = before.reasoning + after.reasoning, before.text + after.text
+        self.num_reasoning_tokens += was_open or self._splits.is_open
+        if reasoning:
+            self._reasoning.append(reasoning)
+        return new
+
+    def finish(self) -> str:
+        """Return the text that was held back, at the end of the answer."""
+        reasoning, text = self._splits.finish()
+        if reasoning:
+            self._reasoning.append(reasoning)
+        return text
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the answer is inside its thinking."""
+        return self._splits.is_open
+
+    @property
+    def reasoning(self) -> str:
+        """The thinking so far."""
+        return "".join(self._reasoning)
+
+    def take(self) -> str:
+        """The new thinking since the last call."""
+        new = "".join(self._reasoning[self._num_taken :])
+        self._num_taken = len(self._reasoning)
+        return new
