@@ -251,7 +251,7 @@ def render_conversations(
         rendered: list[Any] = [given] * len(good) if isinstance(given, Exception) else process.render(*given)
     else:
         forms = Forms(partial(_applied, tokenizer, {**options, **PLAIN}))
-        rendered = [_apply(tokenizer, forms.fit(texts[row]), options) for row in good]
+        rendered = [_apply(tokenizer, forms, texts[row], options) for row in good]
     for row, text in zip(good, rendered, strict=True):
         texts[row] = text
     chosen = options.get("chat_template")
@@ -282,9 +282,11 @@ def _applied(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], con
     return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, conversation: Any, options: Mapping[str, Any]) -> Any:
+def _apply(
+    tokenizer: PreTrainedTokenizerBase, forms: Forms, conversation: Any, options: Mapping[str, Any]
+) -> Any:
     try:
-        return _applied(tokenizer, options, conversation)
+        return _applied(tokenizer, options, forms.fit(conversation))
     except Exception as error:  # it may raise anything
         return TemplateError(f"{type(error).__name__}: {error}")
 

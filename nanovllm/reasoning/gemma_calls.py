@@ -10,6 +10,7 @@ QUOTE = '<|"|>'
 _BARE = re.compile(r"[^,\]}]*")
 _KEY = re.compile(r'\s*(?:<\|"\|>(?P<quoted>.*?)<\|"\|>|(?P<bare>[^:{}\[\],]+?))\s*:', re.DOTALL)
 _MAX_DEPTH = 100
+_PYTHON = {"None": None, "True": True, "False": False}
 
 
 def read_gemma_call(text: str, at: int) -> tuple[dict[str, Any], int]:
@@ -79,9 +80,12 @@ def _skip(text: str, at: int) -> int:
 
 
 def _bare(text: str) -> Any:
-    """A number, true, false or null; ValueError for nothing, other words are text."""
+    """A number, true, false or null; ValueError for nothing, other words are text. Templates write these as
+    Python does, too, and strings always have quotes."""
     if not text:
         raise ValueError("a value is missing")
+    if text in _PYTHON:
+        return _PYTHON[text]
     try:
         return json.loads(text, parse_constant=str)  # NaN and Infinity are text: no JSON has them
     except ValueError:
