@@ -1,4 +1,4 @@
-"""ThinkingStream: the tokens of one answer, decoded and separated as they come. Ends nothing."""
+"""Answers: the tokens of one answer, decoded and separated, as they come or at the end. Ends nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class ThinkingStream:
         """mark_of: the marks that are one token, by its id."""
         self._stream, self._splits, self._mark_of = stream, splits, mark_of
         self._reasoning: list[str] = []
-        self._num_taken = 0  # parts that `take` returned
+        self._texts: list[str] = []
+        self._num_taken = 0  # parts of the thinking that `take` returned
         self.num_reasoning_tokens = 0  # those within the thinking, with its marks
 
     def append(self, token_id: int) -> str:
@@ -39,15 +40,17 @@ class ThinkingStream:
             after = self._splits.feed(mark)
             reasoning, new = before.reasoning + after.reasoning, before.text + after.text
         self.num_reasoning_tokens += was_open or self._splits.is_open
-        if reasoning:
-            self._reasoning.append(reasoning)
-        return new
+        return self._kept(reasoning, new)
 
     def finish(self) -> str:
         """Return the text that was held back, at the end of the answer."""
-        reasoning, text = self._splits.finish()
+        return self._kept(*self._splits.finish())
+
+    def _kept(self, reasoning: str, text: str) -> str:
         if reasoning:
             self._reasoning.append(reasoning)
+        if text:
+            self._texts.append(text)
         return text
 
     @property
@@ -59,6 +62,11 @@ class ThinkingStream:
     def reasoning(self) -> str:
         """The thinking so far."""
         return "".join(self._reasoning)
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._texts)
 
     def take(self) -> str:
         """The new thinking since the last call."""

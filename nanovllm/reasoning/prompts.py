@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 class Vocabulary:
     """The marks of a family, and which of them are one token of a tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: Collection[str]) -> None:
-        """marks: of the family, and of its tool calls if these shall be seen."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, marks: Collection[str], call_marks: Collection[str] = ()
+    ) -> None:
+        """marks: of the thinking. call_marks: of tool calls, which stay in the text."""
         self.tokenizer = tokenizer
         added = {str(token): token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
-        known = added if all(mark in added for mark in marks) else {**tokenizer.get_vocab(), **added}
-        self.mark_of = {known[mark]: Mark(mark) for mark in marks if mark in known}  # by token id
+        wanted = {*marks, *call_marks}
+        known = added if wanted <= added.keys() else {**tokenizer.get_vocab(), **added}
+        self.mark_of = {known[mark]: Mark(mark) for mark in wanted if mark in known}  # by token id
         self.searched = frozenset(marks) - set(self.mark_of.values())
         # Tokens that users' texts cannot hold by accident: turns begin and end with them.
         self._turns = frozenset(added.values()) - self.mark_of.keys()
