@@ -33,6 +33,10 @@ class Vocabulary:
         """The text of tokens, with marks and special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text with marks, as a model writes them within an answer."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
     def last_turn(self, prompt_ids: Sequence[int]) -> list[int]:
         """The tokens behind the last one that begins or ends a turn."""
         for index in range(len(prompt_ids) - 1, -1, -1):

@@ -19,7 +19,7 @@ class MarkTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return dict(self._ids)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         pattern = "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True)))
         parts = re.split(f"({pattern})", text)
         return [

@@ -1,0 +1,103 @@
+"""A budget closes the thinking after its number of tokens, also where tokens are read one step late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from mark_tokenizer import MarkTokenizer
+
+from nanovllm.reasoning.budget import ThinkingBudget, budget_marks
+from nanovllm.reasoning.marks import REASONING
+from nanovllm.reasoning.parsers import marks_of
+from nanovllm.reasoning.prompts import Vocabulary, begin
+
+MARKS = ["<think>", "</think>", "<tool_call>", "<|im_start|>", "<|channel>", "<channel|>", "<|tool_call>"]
+MARKS += ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+TOKENIZER = MarkTokenizer(MARKS)
+VOCABULARY_WORDS = (TOKENIZER.first + len(MARKS) + 31) // 32
+NEWLINES = "\n</think>\n\n"
+
+
+def write(name: str, prompt: str, wanted: str, budget: int, late: int = 0, length: int = 40) -> str:
+    """What is written of an answer by a model that wants to write `wanted`, and goes on there after a closing.
+
+    late: how many drawn tokens are not read yet when a step is planned.
+    """
+    family = REASONING[name]
+    vocabulary = Vocabulary(TOKENIZER, marks_of(family))  # type: ignore[arg-type]
+    prompt_ids = TOKENIZER.encode(prompt)
+    rule = ThinkingBudget(
+        budget_marks(family, vocabulary), budget, begin(family, vocabulary, prompt_ids).is_open
+    )
+    token_ids, source = list(prompt_ids), iter(TOKENIZER.encode(wanted))
+    while len(token_ids) - len(prompt_ids) < length:
+        known = token_ids[: max(len(token_ids) - late, len(prompt_ids))]
+        may_act = rule.may_act(known, len(prompt_ids), len(token_ids) - len(known))
+        drawn = next(draw(rule, may_act, token_ids, len(prompt_ids), source), None)
+        if drawn is None:
+            break
+        token_ids.append(drawn)
+    return TOKENIZER.decode(token_ids[len(prompt_ids) :])
+
+
+def draw(
+    rule: ThinkingBudget, may_act: bool, token_ids: list[int], start: int, source: Iterator[int]
+) -> Iterator[int]:
+    """The next token: the forced one, or the one that the model wants."""
+    bits = np.full(VOCABULARY_WORDS, -1, np.int32)
+    if may_act:
+        rule.restrict(bits, token_ids, start)
+    allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    if len(allowed) == 1:
+        yield int(allowed[0])
+    else:
+        assert len(allowed) == 32 * VOCABULARY_WORDS  # all or one
+        yield from source
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "budget", "expected"),
+    [
+        ("<think>\n", "abcdef", 3, f"abc{NEWLINES}def"),
+        ("<think>\n", "abc</think>def", 3, f"abc{NEWLINES}</think>def"),  # the model ends a token too late
+        ("<think>\n", "ab</think>def", 3, "ab</think>def"),
+        ("<think>\n", "abcdef", 0, f"{NEWLINES}abcdef"),
+        ("<think>\n", "abc", 100, "abc"),
+        ("", "<think>abcdef", 3, f"<think>abc{NEWLINES}def"),
+        ("", "<think>abcdef", 0, f"<think>{NEWLINES}abcdef"),
+        ("", "abcdef", 0, "abcdef"),  # no thinking at all
+        ("<think>\n\n</think>", "abcdef", 2, "abcdef"),
+        ("<think>\n", "ab<tool_call>cdef", 3, "ab<tool_call>cdef"),  # a call is not interrupted
+        ("<think>\n", "ab</think>c<think>defg", 3, f"ab</think>c<think>d{NEWLINES}efg"),  # what is left
+    ],
+)
+def test_qwen(prompt: str, wanted: str, budget: int, expected: str) -> None:
+    for late in (0, 1):
+        assert write("qwen3", f"<|im_start|>assistant\n{prompt}", wanted, budget, late) == expected
+
+
+def test_a_block_that_is_opened_when_nothing_is_left_is_closed_at_once() -> None:
+    for late in (0, 1):
+        found = write("qwen3", "<think>", "abc<think>def", 2, late)
+        opened, _, rest = found.partition(f"ab{NEWLINES}c<think>")
+        assert opened == "" and rest in (f"{NEWLINES}def", f"d{NEWLINES}ef")  # read one step late
+
+
+def test_other_marks() -> None:
+    final = "<|end|><|start|>assistant<|channel|>final<|message|>"
+    answer = "<|channel|>analysis<|message|>abcd"
+    for late in (0, 1):
+        found = write("gemma4", "", "<|channel>thought\nabcd", 2, late)
+        assert found == "<|channel>thought\nab<channel|>cd"
+        found = write("openai_gptoss", "<|start|>assistant", answer, 2, late, 100)
+        assert found == f"<|channel|>analysis<|message|>ab{final}cd"
+
+
+def test_an_end_mark_of_several_tokens_is_refused() -> None:
+    vocabulary = Vocabulary(MarkTokenizer(["<|im_start|>"]), ("<think>", "</think>"))  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"needs an end mark that is one token, and this tokenizer has no .*</think>"
+    ):
+        budget_marks(REASONING["olmo3"], vocabulary)
