@@ -13,12 +13,14 @@ import pytest
 pytest.importorskip("trl", reason="needs TRL, whose chat templates are tried: pip install -e '.[trl]'")
 
 from mark_tokenizer import MarkTokenizer
+from test_tool_calls import WRITERS
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from nanovllm.chat.message_forms import Forms
 from nanovllm.chat.templates import PLAIN
 from nanovllm.reasoning.marks import REASONING, Channels
 from nanovllm.reasoning.messages import fit_reasoning
+from nanovllm.reasoning.parsers import marks_of as marks_of_family
 from nanovllm.reasoning.prompts import Vocabulary, begin
 from nanovllm.reasoning.templates import find_reasoning, find_tool_format, thinking_variables
 from nanovllm.reasoning.tool_calls import parse_tool_calls
@@ -165,3 +167,44 @@ def test_earlier_thinking_reaches_the_template(name: str) -> None:
     for field in ("reasoning", "reasoning_content", "thinking"):
         text = fitted(template_of(name), conversation([CITY], **{field: "Zorbit"}))
         assert ("Zorbit" in text) is (name != "deepseekv3")
+
+
+# By the name of a response template of TRL's: our format, what stands before a call, and the prompt's end.
+RESPONSES = {
+    "qwen3_template": ("hermes", "<think>\nhm\n</think>\n\nHello", "<|im_start|>assistant\n"),
+    "qwen3_5_template": ("qwen3_coder", "hm\n</think>\n\nHello", "<|im_start|>assistant\n<think>\n"),
+    "nemotron_3_template": ("qwen3_coder", "hm\n</think>\nHello", "<|im_start|>assistant\n<think>\n"),
+    "glm4moe_template": ("glm45", "\n<think>hm</think>\nHello", "<|assistant|>"),
+    "gemma4_template": ("gemma4", "<|channel>thought\nhm<channel|>Hello", "<|turn>model\n"),
+}
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_answers_are_read_as_transformers_reads_them(name: str) -> None:
+    """Where no value holds a mark; transformers drops white space around all parts."""
+    parsing = pytest.importorskip("transformers.utils.chat_parsing", reason="transformers 5.13 has it")
+    from trl import chat_template_utils
+
+    format_name, head, prefix = RESPONSES[name]
+    tool = {"name": "get_weather", "parameters": {"type": "object", "properties": PROPERTIES}}
+    tools = [{"type": "function", "function": tool}]
+    full = {"city": "12", "days": 3, "ok": True, "tags": ["a", 1]}
+    for given in ({"city": "x"}, full, {"city": "{}", "ok": False}):
+        answer = f"{head}\n{WRITERS[format_name]('get_weather', given)}"
+        theirs = parsing.parse_response(
+            answer, getattr(chat_template_utils, name), prefix=prefix, tools=tools
+        )
+        family = REASONING["gemma4" if format_name == "gemma4" else "qwen3"]
+        tokenizer = MarkTokenizer(["<think>", "</think>", "<|im_start|>", "<|turn>", "<|assistant|>"])
+        vocabulary = Vocabulary(tokenizer, marks_of_family(family))  # type: ignore[arg-type]
+        splits = begin(family, vocabulary, tokenizer.encode(prefix))
+        mark_of = vocabulary.mark_of
+        parts = [
+            splits.feed(mark_of.get(each, tokenizer.decode([each]))) for each in tokenizer.encode(answer)
+        ]
+        reasoning, text = map("".join, zip(*parts, splits.finish(), strict=True))
+        ours = parse_tool_calls(text, TOOL_CALLS[format_name], tools)
+        assert (reasoning.strip(), ours.text.strip()) == (theirs["reasoning_content"], theirs["content"])
+        functions = [each["function"] for each in ours.calls]
+        read = [{"name": each["name"], "arguments": json.loads(each["arguments"])} for each in functions]
+        assert read == [each["function"] for each in theirs["tool_calls"]]

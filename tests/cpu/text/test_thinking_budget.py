@@ -21,16 +21,15 @@ NEWLINES = "\n</think>\n\n"
 
 
 def write(name: str, prompt: str, wanted: str, budget: int, late: int = 0, length: int = 40) -> str:
-    """What is written of an answer by a model that wants to write `wanted`, and goes on there after a closing.
+    """What is written of an answer by a model that wants to write `wanted`, and then goes on there.
 
     late: how many drawn tokens are not read yet when a step is planned.
     """
     family = REASONING[name]
     vocabulary = Vocabulary(TOKENIZER, marks_of(family))  # type: ignore[arg-type]
     prompt_ids = TOKENIZER.encode(prompt)
-    rule = ThinkingBudget(
-        budget_marks(family, vocabulary), budget, begin(family, vocabulary, prompt_ids).is_open
-    )
+    is_open = begin(family, vocabulary, prompt_ids).is_open
+    rule = ThinkingBudget(budget_marks(family, vocabulary), budget, is_open)
     token_ids, source = list(prompt_ids), iter(TOKENIZER.encode(wanted))
     while len(token_ids) - len(prompt_ids) < length:
         known = token_ids[: max(len(token_ids) - late, len(prompt_ids))]

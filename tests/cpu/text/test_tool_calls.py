@@ -188,7 +188,13 @@ def test_marks_in_values(name: str) -> None:
     }
     closes |= {"hermes": "</tool_call>", "gemma4": "<tool_call|>}{:", "deepseek_v3": "```"}
     code = f'if a < b: x = "{closes.get(name, "<|end|>")}"\n    # {{}}'
-    for each in (code, "  indented\n\n", '"quoted"', "a <parameter=b> <arg_key>c</arg_key>"):
+    for each in (
+        code,
+        "a = '</tool_call>'",
+        "  indented\n\n",
+        '"quoted"',
+        "a <parameter=b> <arg_key>c</arg_key>",
+    ):
         arguments = {"code": each, "city": "x"}
         assert parsed(name, write("get_weather", arguments))[1:] == ([("get_weather", arguments)], 0)
 
