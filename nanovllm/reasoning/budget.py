@@ -14,6 +14,7 @@ from nanovllm.reasoning.marks import Channels, Thinking
 from nanovllm.reasoning.prompts import Vocabulary
 
 _BITS = 32
+RECHECKED = 32  # tokens between two looks for a block that is opened once more
 
 
 class BudgetMarks(NamedTuple):
@@ -88,14 +89,22 @@ class ThinkingBudget:
     def _is_spent(self) -> bool:
         return self._count >= self._budget
 
-    def may_act(self, token_ids: Sequence[int], start: int, num_unread: int) -> bool:
-        """Whether it may restrict the next token. num_unread: drawn tokens that are not in `token_ids`
-        yet."""
+    def wakes(self, token_ids: Sequence[int], start: int) -> int:
+        """The place of the first token that it may restrict, as far as `token_ids` tell; places count from
+        the beginning of `token_ids`. Tokens before it need no mask, so a step may draw them as it draws
+        others.
+
+        A block that is opened when nothing is left is noticed at most `RECHECKED` tokens later.
+        """
         self._read(token_ids, start)
+        left = max(self._budget - self._count, 0)
         if self._num_closed:
-            return True
-        awaited = num_unread > 0 and not self._has_begun
-        return self._count + num_unread >= self._budget and (self._is_open or awaited)
+            return len(token_ids)
+        if self._is_open:
+            return len(token_ids) + left
+        if self._has_begun and not left:
+            return len(token_ids) + RECHECKED
+        return len(token_ids) + len(self._marks.start) + left
 
     def restrict(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
         """As of the rules in `extras/token_rules.py`. Where it closes, its token is the only one that is

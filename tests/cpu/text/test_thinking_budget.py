@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mark_tokenizer import MarkTokenizer
 
-from nanovllm.reasoning.budget import ThinkingBudget, budget_marks
+from nanovllm.reasoning.budget import RECHECKED, ThinkingBudget, budget_marks
 from nanovllm.reasoning.marks import REASONING
 from nanovllm.reasoning.parsers import marks_of
 from nanovllm.reasoning.prompts import Vocabulary, begin
@@ -31,10 +31,12 @@ def write(name: str, prompt: str, wanted: str, budget: int, late: int = 0, lengt
     is_open = begin(family, vocabulary, prompt_ids).is_open
     rule = ThinkingBudget(budget_marks(family, vocabulary), budget, is_open)
     token_ids, source = list(prompt_ids), iter(TOKENIZER.encode(wanted))
+    wakes = len(prompt_ids)
     while len(token_ids) - len(prompt_ids) < length:
         known = token_ids[: max(len(token_ids) - late, len(prompt_ids))]
-        may_act = rule.may_act(known, len(prompt_ids), len(token_ids) - len(known))
-        drawn = next(draw(rule, may_act, token_ids, len(prompt_ids), source), None)
+        if wakes <= len(token_ids):
+            wakes = rule.wakes(known, len(prompt_ids))
+        drawn = next(draw(rule, wakes <= len(token_ids), token_ids, len(prompt_ids), source), None)
         if drawn is None:
             break
         token_ids.append(drawn)
@@ -77,11 +79,23 @@ def test_qwen(prompt: str, wanted: str, budget: int, expected: str) -> None:
         assert write("qwen3", f"<|im_start|>assistant\n{prompt}", wanted, budget, late) == expected
 
 
-def test_a_block_that_is_opened_when_nothing_is_left_is_closed_at_once() -> None:
+def test_a_block_that_is_opened_when_nothing_is_left_is_closed_soon() -> None:
     for late in (0, 1):
-        found = write("qwen3", "<think>", "abc<think>def", 2, late)
-        opened, _, rest = found.partition(f"ab{NEWLINES}c<think>")
-        assert opened == "" and rest in (f"{NEWLINES}def", f"d{NEWLINES}ef")  # read one step late
+        answer = "abc<think>" + "d" * 100
+        found = write("qwen3", "<think>", answer, 2, late, 200)
+        before, _, rest = found.partition(f"ab{NEWLINES}c<think>")
+        inside, closing, after = rest.partition(NEWLINES)
+        assert before == "" and closing and len(inside) <= RECHECKED and len(inside + after) == 100
+
+
+def test_tokens_before_the_budget_need_no_mask() -> None:
+    """A rule is asked rarely, so that its rows run as others do."""
+    marks = budget_marks(REASONING["qwen3"], Vocabulary(TOKENIZER, ("<think>", "</think>")))  # type: ignore
+    rule = ThinkingBudget(marks, 1000, is_open=True)
+    assert rule.wakes([5] * 7, 4) == 4 + 1000
+    assert rule.wakes([5] * 504, 4) == 4 + 1000
+    closed = [5] * 504 + list(TOKENIZER.encode("</think>"))
+    assert rule.wakes(closed, 4) == len(closed) + 1 + 500  # another block could take what is left
 
 
 def test_other_marks() -> None:
