@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from nanovllm.reasoning.marks import Mark
@@ -22,9 +22,19 @@ class ThinkingStream:
     So a search for stop strings in it sees nothing of the thinking.
     """
 
-    def __init__(self, stream: TextStream, splits: Splits, mark_of: Mapping[int, Mark]) -> None:
-        """mark_of: the marks that are one token, by its id."""
-        self._stream, self._splits, self._mark_of = stream, splits, mark_of
+    def __init__(
+        self,
+        stream_behind: Callable[[Sequence[int]], TextStream],
+        prompt_ids: Sequence[int],
+        splits: Splits,
+        mark_of: Mapping[int, Mark],
+    ) -> None:
+        """stream_behind: a decoder for the tokens behind given ones; there is a new one behind each mark, so
+        that bytes before a mark that are no character have no part in the text behind it. mark_of: the marks
+        that are one token, by its id."""
+        self._stream_behind, self._splits, self._mark_of = stream_behind, splits, mark_of
+        self._token_ids = list(prompt_ids)
+        self._stream = stream_behind(prompt_ids)
         self._reasoning: list[str] = []
         self._texts: list[str] = []
         self._num_taken = 0  # parts of the thinking that `take` returned
@@ -32,13 +42,13 @@ class ThinkingStream:
 
     def append(self, token_id: int) -> str:
         was_open = self._splits.is_open
-        text, mark = self._stream.append(token_id), self._mark_of.get(token_id)
+        self._token_ids.append(token_id)
+        mark = self._mark_of.get(token_id)
         if mark is None:
-            reasoning, new = self._splits.feed(text)
+            reasoning, new = self._splits.feed(self._stream.append(token_id))
         else:
-            before = self._splits.feed(text.removesuffix(mark))  # bytes that become no character
-            after = self._splits.feed(mark)
-            reasoning, new = before.reasoning + after.reasoning, before.text + after.text
+            reasoning, new = self._splits.feed(mark)
+            self._stream = self._stream_behind(self._token_ids)
         self.num_reasoning_tokens += was_open or self._splits.is_open
         return self._kept(reasoning, new)
 

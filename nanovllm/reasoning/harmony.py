@@ -46,6 +46,10 @@ class Harmony:
     def is_open(self) -> bool:
         return self._part is True
 
+    @property
+    def is_text(self) -> bool:
+        return self._part is False and not self._is_call
+
     def feed(self, piece: str) -> Split:
         if isinstance(piece, Mark):
             self._drain(final=True)

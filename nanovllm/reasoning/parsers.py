@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,8 +113,9 @@ class AnswerParsers:
         return self.parsed(reasoning, text, asked, count)
 
     def _stream(self, detokenizer: Detokenizer, asked: Asked) -> ThinkingStream:
-        decoded = text_stream(detokenizer, asked.prompt_ids)
-        return ThinkingStream(decoded, self.splits(asked.prompt_ids), self.vocabulary.mark_of)
+        splits = self.splits(asked.prompt_ids)
+        behind = partial(text_stream, detokenizer)
+        return ThinkingStream(behind, asked.prompt_ids, splits, self.vocabulary.mark_of)
 
     def parsed(self, reasoning: str, text: str, asked: Asked, count: int) -> Parsed:
         """An answer of which the thinking is known, with `count` tokens, and the text."""

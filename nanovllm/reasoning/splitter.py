@@ -36,6 +36,10 @@ class Splits(Protocol):
     def is_open(self) -> bool:
         """Whether the answer is inside its thinking."""
 
+    @property
+    def is_text(self) -> bool:
+        """Whether what comes is text, so that no thinking can begin."""
+
     def feed(self, piece: str) -> Split:
         """Take the next piece; return what is certain."""
 
@@ -82,6 +86,10 @@ class Splitter:
     @property
     def is_open(self) -> bool:
         return self._state in (_State.FRESH, _State.INSIDE, _State.CALL)
+
+    @property
+    def is_text(self) -> bool:
+        return self._state in (_State.AFTER, _State.OUTSIDE)
 
     def feed(self, piece: str) -> Split:
         if isinstance(piece, Mark):

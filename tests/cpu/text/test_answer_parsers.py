@@ -160,6 +160,15 @@ def test_stop_strings_count_behind_the_thinking(kind: str) -> None:
     assert stream.parsed(include=True).text == "Hello the"
 
 
+def test_bytes_before_a_mark_that_are_no_character_are_dropped() -> None:
+    kind, name = "byte_level", "qwen3"
+    [start], [end] = ids_of(kind, name, "<think>"), ids_of(kind, name, "</think>")
+    broken, hello = ids_of(kind, name, "日")[:1], ids_of(kind, name, "Hello")
+    found = parse(kind, name, "I say:", [*broken, start, *hello, *broken, end, *hello, *broken])
+    assert found[:2] == ("Hello", "Hello")
+    assert parse(kind, name, "I say:", [start, *broken, *hello, end])[:2] == ("\ufffdHello", "")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

@@ -250,7 +250,8 @@ class Letters:
 def test_a_stream_of_tokens_keeps_the_thinking_and_counts_it() -> None:
     tokens = ["<think>", "\n", "one", "</think>", "\n\n", "Yes", "."]
     splits = splits_of("qwen3", OPEN, ())
-    stream = ThinkingStream(Letters(tokens), splits, {0: Mark("<think>"), 3: Mark("</think>")})
+    marks = {0: Mark("<think>"), 3: Mark("</think>")}
+    stream = ThinkingStream(lambda before: Letters(tokens), [], splits, marks)
     texts = [stream.append(index) for index in range(len(tokens))]
     assert texts == ["", "", "", "", "", "Yes", "."] and stream.finish() == ""
     assert stream.reasoning == stream.take() == "one" and stream.take() == ""

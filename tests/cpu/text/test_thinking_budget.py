@@ -9,6 +9,7 @@ import pytest
 from mark_tokenizer import MarkTokenizer
 
 from nanovllm.reasoning.budget import RECHECKED, ThinkingBudget, budget_marks
+from nanovllm.reasoning.gate import make_gate
 from nanovllm.reasoning.marks import REASONING
 from nanovllm.reasoning.parsers import marks_of
 from nanovllm.reasoning.prompts import Vocabulary, begin
@@ -108,9 +109,48 @@ def test_other_marks() -> None:
         assert found == f"<|channel|>analysis<|message|>ab{final}cd"
 
 
+@pytest.mark.parametrize(
+    ("name", "prompt", "answer", "text"),
+    [
+        ("qwen3", "<think>\n", "ab</think>cd", "cd"),
+        ("qwen3", "<think>\n", "ab", None),
+        ("qwen3", "<think>\n\n</think>", "ab", "ab"),
+        ("qwen3", "", "<think>ab</think>cd", "cd"),
+        ("qwen3", "", "ab<think>c</think>", "ab<think>c</think>"),  # the first token decides
+        ("qwen3", "<think>\n", "a<think>b</think>c</think>d", "c</think>d"),
+        ("gemma4", "", "<|channel>thought\na<channel|>b", "b"),
+        ("openai_gptoss", "<|start|>assistant", "<|channel|>analysis<|message|>a<|end|>", None),
+        ("openai_gptoss", "<|start|>assistant<|channel|>final<|message|>", "a", "a"),
+        (
+            "openai_gptoss",
+            "<|start|>assistant",
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+            "b",
+        ),
+    ],
+)
+def test_the_text_begins_behind_the_thinking(name: str, prompt: str, answer: str, text: str | None) -> None:
+    """As the tokens come, one by one or several at once."""
+    family = REASONING[name]
+    vocabulary = Vocabulary(TOKENIZER, marks_of(family))  # type: ignore[arg-type]
+    prompt_ids = TOKENIZER.encode(f"<|im_start|>{prompt}")
+    token_ids, start = prompt_ids + TOKENIZER.encode(answer), len(prompt_ids)
+    for step in (1, 3, 100):
+        gate = make_gate(family, vocabulary, prompt_ids)
+        assert (gate.opener is not None) is (prompt == "")
+        for end in [*range(start, len(token_ids), step), len(token_ids)]:
+            found = gate.text_start(token_ids[:end], start)
+        assert (None if found is None else TOKENIZER.decode(token_ids[found:])) == text
+        assert answer == "" or gate.opener is None
+
+
 def test_an_end_mark_of_several_tokens_is_refused() -> None:
     vocabulary = Vocabulary(MarkTokenizer(["<|im_start|>"]), ("<think>", "</think>"))  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"needs an end mark that is one token, and this tokenizer has no .*</think>"
     ):
         budget_marks(REASONING["olmo3"], vocabulary)
+    with pytest.raises(
+        ValueError, match=r"need marks that are one token, and this tokenizer has no .*<think>"
+    ):
+        make_gate(REASONING["olmo3"], vocabulary, [5])
