@@ -100,6 +100,9 @@ class Config:
     num_threads: the threads of a CPU that this engine uses, shared by its ranks; None takes as many as torch
     uses, the physical cores that the process may use. It does nothing on a GPU.
     return_routed_experts: the outputs of a mixture of experts say which experts computed each token.
+    reasoning_parser: separates the thinking of answers from their text: "auto" (as the chat template shows)
+    or a family's name, such as "qwen3"; None: the text has all.
+    tool_parser: the same of tool calls, such as "hermes".
     """
 
     model: str
@@ -138,6 +141,8 @@ class Config:
     kv_cache_memory_bytes: int | None = None
     num_threads: int | None = None
     return_routed_experts: bool = False
+    reasoning_parser: str | None = None
+    tool_parser: str | None = None
 
     @classmethod
     def from_kwargs(cls, model: str | os.PathLike[str] | None, **kwargs: Any) -> Config:
@@ -181,6 +186,9 @@ class Config:
             raise TypeError(f"gpu_memory_utilization must be a number, not {utilization!r}")
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {utilization}; 0.9 is 90 %")
+        for name in ("reasoning_parser", "tool_parser"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise TypeError(f"{name} must be 'auto' or a name, not {getattr(self, name)!r}")
         if not isinstance(self.generation_config, str):
             raise TypeError(
                 f"generation_config must be 'auto', 'vllm' or a folder, not {self.generation_config!r}"

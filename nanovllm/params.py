@@ -23,6 +23,7 @@ _NUMBER_FIELDS = SAMPLING_PARAMETERS | PENALTIES
 _EXTRAS: Table[Any] = Table(EXTRAS)
 _EXTRA_FIELDS: dict[str, Any] = {  # with the values that ask for nothing
     **dict.fromkeys(("logprobs", "prompt_logprobs", "allowed_token_ids", "structured_outputs")),
+    "thinking_token_budget": None,
     **{"logit_bias": {}, "logits_processors": [], "logprob_token_ids": [], "bad_words": [], "min_tokens": 0},
 }
 _Params = TypeVar("_Params", bound="SamplingParams")
@@ -81,7 +82,11 @@ class SamplingParams:
     allowed_token_ids: the only tokens that may be drawn; None: all.
     bad_words: strings that must not be generated. Each is tokenised with and without a leading space; the
         last token of either form never follows its other tokens. Other tokens may still write the same text.
-    structured_outputs: the required form of the text; None: any.
+    structured_outputs: the required form of the text; None: any. With `reasoning_parser` of `LLM` the text
+        begins behind the thinking.
+    thinking_token_budget: the tokens that the answer may think, without its marks; then the end mark is
+        written and the answer follows. 0 closes the thinking at once; None and -1: no limit. Needs
+        `reasoning_parser`.
     """
 
     temperature: float = 1.0
@@ -109,6 +114,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     structured_outputs: Any = None  # StructuredOutputsParams
+    thinking_token_budget: int | None = None
 
     def __init__(self, *positional: object, **values: Any) -> None:
         names = self.__dataclass_fields__

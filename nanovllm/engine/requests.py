@@ -72,6 +72,7 @@ class _StreamState:
     text: Any  # `StopStrings`, which decodes its tokens; None if outputs have no text
     num_tokens: int = 0
     num_characters: int = 0
+    num_thoughts: int = 0  # characters of its thinking
     before: list[int] = field(default_factory=list)  # the last yielded tokens
 
 
@@ -113,7 +114,10 @@ class Requests:
     def _rules(self, request: Request) -> list[Any]:
         """The rules of one sequence on its next token."""
         params = request.params
-        asks = request.constraint, request.bad_words, params.min_tokens, params.allowed_token_ids
+        asks = (
+            *(request.constraint, request.bad_words, params.min_tokens, params.allowed_token_ids),
+            params.thinking_token_budget is not None,
+        )
         return _EXTRAS["rules"](request, self.processor.eos_token_ids) if any(asks) else []
 
     def add(self, request: Request, sequences: list[Sequence], arrival: float) -> None:
@@ -212,11 +216,14 @@ class Requests:
             return changed(
                 completion,
                 text=completion.text[stream.num_characters :],
+                reasoning=_rest(completion.reasoning, stream.num_thoughts),
                 token_ids=completion.token_ids[start:],
                 logprobs=None if logprobs is None else logprobs[start:],
             )
         text = "" if stream.text is None else stream.text.take()
         part = CompletionOutput(stream.index, text, token_ids)
+        part.reasoning = None if stream.text is None else stream.text.take_reasoning()
+        stream.num_thoughts += len(part.reasoning or "")
         rows = stream.state.sequences[stream.index].logprobs[stream.num_tokens :]
         stream.num_characters += len(text)
         stream.num_tokens += len(token_ids)
@@ -271,6 +278,10 @@ class Requests:
         computed = seq.num_prompt_tokens + len(output.token_ids) - 1  # not the last token
         output.routed_experts = seq.routed_experts(computed)
         return self.processor.with_logprobs(output, request, seq.logprobs)
+
+
+def _rest(text: str | None, start: int) -> str | None:
+    return None if text is None else text[start:]
 
 
 def _unfinished(state: _RequestState, completions: list[CompletionOutput]) -> RequestOutput:

@@ -14,7 +14,7 @@ from nanovllm.attention.base import cache_dtype
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device, cpu_door
-from nanovllm.doors import EXTRAS, Table
+from nanovllm.doors import EXTRAS, TEXT, Table
 from nanovllm.models.checkpoint import GENERATION_FILE, MODULES_FILE
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import Hub, load_model_config, open_checkpoint, resolve_model_path
@@ -31,6 +31,7 @@ logger = logging.getLogger("nanovllm")
 
 TABLE_BYTES = 2**30  # the most that tables for each position take on a CPU
 _EXTRAS: Table[Any] = Table(EXTRAS)
+_TEXT: Table[Any] = Table(TEXT)
 _CPU_STEP = 2048  # prompt tokens of a step on a CPU: activations of more do not stay in its caches
 _LARGEST_BLOCK = 256  # tokens; no attention backend has larger blocks by default
 
@@ -130,7 +131,10 @@ def find_tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase 
 def make_processor(config: Config, path: Path, model_config: ModelConfig) -> Processor:
     """The processor with the model's tokenizer and its ends of answers. Errors as of `find_tokenizer`."""
     tokenizer, ends = find_tokenizer(config, path), model_config.eos_token_ids
-    processor = Processor(tokenizer, model_config.vocab_size, ends, config.max_logprobs)
+    values = tokenizer, model_config.vocab_size, ends, config.max_logprobs
+    parsers = {name: getattr(config, name) for name in ("reasoning_parser", "tool_parser")}
+    is_parsed = any(each is not None for each in parsers.values())
+    processor = _TEXT["parsing"](*values, **parsers) if is_parsed else Processor(*values)
     if not open_checkpoint(path).states_ends:
         processor.add_written_end()
     return processor

@@ -44,7 +44,7 @@ from nanovllm.jobs.job import (
     standard_output,
 )
 from nanovllm.jobs.journal import Journal, hash_file, locked
-from nanovllm.jobs.output import COLUMNS, Output, put_in_order
+from nanovllm.jobs.output import COLUMNS, PARSED, Output, put_in_order
 from nanovllm.jobs.progress import History, JobProgress
 from nanovllm.jobs.runner import JobRunner
 from nanovllm.jobs.tasks import Renderer, RowFormat
@@ -274,7 +274,7 @@ def _sample_of(index: int, record: dict[str, Any]) -> Sample:
     error = record.get("error")
     if error is not None:
         error = str(error["message"] if isinstance(error, dict) else error)
-    columns = {name: value for name, value in record.items() if name not in COLUMNS}
+    columns = {name: value for name, value in record.items() if name not in COLUMNS + PARSED}
     reasons = record.get("finish_reasons") or [record.get("finish_reason")]
     text, row_id, usage = record.get("text"), record.get("id"), record
     if "custom_id" in record:  # an OpenAI batch

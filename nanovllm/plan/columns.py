@@ -26,6 +26,7 @@ from nanovllm.params import SamplingParams
 from nanovllm.plan.sequence import Sequence
 
 _NO_TOKENS = np.empty(0, np.int64)
+_NEVER = 2**62
 
 
 # One row for each slot, so that one lookup finds all columns of a step.
@@ -35,6 +36,7 @@ _ROW = np.dtype(
         *((name, each.dtype) for name, each in SAMPLING_PARAMETERS.items()),
         *((name, each.dtype) for name, each in PENALTIES.items()),
         ("num_logprobs", np.int32),
+        ("wakes", np.int64),  # where a rule that sleeps is asked again
         ("has_rules", np.bool_),
         ("has_extras", np.bool_),
     ],
@@ -83,8 +85,9 @@ class SamplingTable:
         slot, params = seq.slot, seq.params
         if self._last is None or self._last[0] is not params:
             self._last = params, _Parameters.of(params)
-        own, has_rules = self._last[1], seq.has_rules
-        self._rows[slot] = (seq.seed, *own.values, has_rules, has_rules or own.has_extras)
+        seq.is_asleep = seq.can_sleep
+        own, has_rules, wakes = self._last[1], seq.has_rules, seq.num_tokens if seq.can_sleep else _NEVER
+        self._rows[slot] = (seq.seed, *own.values, wakes, has_rules, has_rules or own.has_extras)
         seq.is_uncounted = own.has_penalties
         self._asked.pop(slot, None)
         if own.asked is not None:
@@ -99,9 +102,16 @@ class SamplingTable:
         filters = FilterColumns(*[rows[name] for name in FILTERS])
         return SamplingColumns(rows["temperature"], rows["seeds"], positions, filters)
 
-    def take_extras(self, seqs: list[Sequence], slots: np.ndarray, draws: np.ndarray) -> Extras | None:
-        """Return the extras that the sequences of a step request, if any. slots, draws: [S]."""
+    def take_extras(
+        self, seqs: list[Sequence], slots: np.ndarray, draws: np.ndarray, positions: np.ndarray
+    ) -> Extras | None:
+        """Return the extras that the sequences of a step request, if any. slots, draws, positions: [S]."""
         rows = self._rows.take(slots)
+        for row in np.flatnonzero(rows["wakes"] <= positions).tolist():
+            self._rows["wakes"][slots[row]] = wakes = seqs[row].wakes()
+            seqs[row].is_asleep = wakes > positions[row]
+            rows["has_rules"][row] |= not seqs[row].is_asleep
+            rows["has_extras"][row] |= not seqs[row].is_asleep
         if not rows["has_extras"].any():
             return None
         drawn = draws > 0

@@ -373,7 +373,7 @@ class Scheduler:
     ) -> Batch:
         slots = np.array([seq.slot for seq in seqs], np.int32)
         width = int(self._table_lens[slots].max())
-        extras = self._sampling.take_extras(seqs, slots, draws)
+        extras = self._sampling.take_extras(seqs, slots, draws, context_lens)
         if kind is StepKind.PREFILL and any(seq.next_wanted is not None for seq in seqs):
             scored, pooled = _EXTRAS["prompt_tokens"](seqs, query_lens.tolist())
             extras = replace(extras or Extras(), scored=scored, pooled=pooled)

@@ -50,6 +50,8 @@ class Sequence:
     capacity: int = 0  # tokens that its blocks have room for
     num_hashed_blocks: int = 0  # leading blocks that are registered in the prefix cache
     chain: int | None = 0  # the chain id of these blocks; None if a hash collision prevents more
+    can_sleep: bool = False  # whether its only rule says from which token on it acts
+    is_asleep: bool = False  # whether no rule acts on the token that the planned step draws
     is_uncounted: bool = False  # penalties have not counted its tokens since its admission
     logprobs: list[tuple[TokenLogprobs, int]] = field(default_factory=list)  # one row for each output token
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # in parts, in order
@@ -61,6 +63,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         self.token_ids = array("i", self.token_ids)
+        self.can_sleep = self.is_asleep = len(self.rules) == 1 and hasattr(self.rules[0], "wakes")
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """The known tokens [start, end) as int32."""
@@ -93,7 +96,12 @@ class Sequence:
     @property
     def has_rules(self) -> bool:
         """Whether the next token depends on previous tokens, by rules or by logits processors."""
-        return bool(self.rules or self.params.logits_processors)
+        return bool((self.rules and not self.is_asleep) or self.params.logits_processors)
+
+    def wakes(self) -> int:
+        """The place of the first token that its only rule may restrict, as far as known tokens tell."""
+        place: int = self.rules[0].wakes(self.token_ids, self.num_prompt_tokens)
+        return place
 
     def __repr__(self) -> str:
         return (

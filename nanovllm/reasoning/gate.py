@@ -40,8 +40,10 @@ class ThinkingGate:
         return None if self._is_open else start + self._text_start
 
 
-def make_gate(family: Thinking | Channels, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> ThinkingGate:
-    """The gate of an answer to a prompt. ValueError if the marks are no single tokens."""
+def gate_of(
+    family: Thinking | Channels, vocabulary: Vocabulary, prompt_ids: Sequence[int]
+) -> tuple[tuple[int, ...], int | None, bool]:
+    """The arguments of the gate of an answer to a prompt. ValueError if the marks are no single tokens."""
     ids = {str(mark): token_id for token_id, mark in vocabulary.mark_of.items()}
     needed = (family.channel, family.body) if isinstance(family, Channels) else (family.start, family.end)
     if missing := [mark for mark in needed if mark not in ids]:
@@ -52,6 +54,6 @@ def make_gate(family: Thinking | Channels, vocabulary: Vocabulary, prompt_ids: S
     splits = begin(family, vocabulary, prompt_ids)
     if isinstance(family, Channels):
         is_text = splits.is_text
-        return ThinkingGate(vocabulary.encode(f"{family.channel}final{family.body}"), None, not is_text)
+        return vocabulary.encode(f"{family.channel}final{family.body}"), None, not is_text
     opener = None if splits.is_text else ids[family.start]
-    return ThinkingGate((ids[family.end],), opener, splits.is_open)
+    return (ids[family.end],), opener, splits.is_open

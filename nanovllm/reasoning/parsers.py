@@ -156,19 +156,21 @@ class ParsedText:
         text = self._stops.take()
         return text if self._calls is None else self._calls.append(text)
 
-    def take_reasoning(self) -> str:
-        """Return the new thinking since the last call."""
-        return self._stream.take()
+    def take_reasoning(self) -> str | None:
+        """Return the new thinking since the last call; None without a reasoning parser."""
+        return None if self._parsers.family is None else self._stream.take()
 
-    def parsed(self, include: bool = False) -> Parsed:
-        """The whole answer, once, at its end. include: with the stop string that ended it."""
+    def parsed(self, include: bool = False, number: int = 0) -> Parsed:
+        """The whole answer, once, at its end. include: with the stop string that ended it. number: of the
+        answer, as of `Asked`."""
         if self.found is None:
             self._stream.finish()
             text = self._stream.text
         else:
             text = self._stops.text(include)
         stream = self._stream
-        return self._parsers.parsed(stream.reasoning, text, self._asked, stream.num_reasoning_tokens)
+        asked = self._asked._replace(number=number)
+        return self._parsers.parsed(stream.reasoning, text, asked, stream.num_reasoning_tokens)
 
 
 def marks_of(family: Thinking | Channels) -> set[str]:

@@ -309,7 +309,10 @@ def test_a_slot_has_the_parameters_of_its_last_sequence() -> None:
         seq.slot = seed % 2
         table.set(seq)
         slots = np.array([seq.slot])
-        columns, extras = table.take(slots, np.array([2])), table.take_extras([seq], slots, np.array([1]))
+        columns, extras = (
+            table.take(slots, np.array([2])),
+            table.take_extras([seq], slots, np.array([1]), np.array([2])),
+        )
         assert columns.seeds.tolist() == [seed] and columns.temperature.tolist() == [params.temperature]
         assert (extras is None) == (params is plain)
         found.append(extras)

@@ -9,7 +9,7 @@ import pytest
 from mark_tokenizer import MarkTokenizer
 
 from nanovllm.reasoning.budget import RECHECKED, ThinkingBudget, budget_marks
-from nanovllm.reasoning.gate import make_gate
+from nanovllm.reasoning.gate import ThinkingGate, gate_of
 from nanovllm.reasoning.marks import REASONING
 from nanovllm.reasoning.parsers import marks_of
 from nanovllm.reasoning.prompts import Vocabulary, begin
@@ -136,7 +136,7 @@ def test_the_text_begins_behind_the_thinking(name: str, prompt: str, answer: str
     prompt_ids = TOKENIZER.encode(f"<|im_start|>{prompt}")
     token_ids, start = prompt_ids + TOKENIZER.encode(answer), len(prompt_ids)
     for step in (1, 3, 100):
-        gate = make_gate(family, vocabulary, prompt_ids)
+        gate = ThinkingGate(*gate_of(family, vocabulary, prompt_ids))
         assert (gate.opener is not None) is (prompt == "")
         for end in [*range(start, len(token_ids), step), len(token_ids)]:
             found = gate.text_start(token_ids[:end], start)
@@ -153,4 +153,4 @@ def test_an_end_mark_of_several_tokens_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"need marks that are one token, and this tokenizer has no .*<think>"
     ):
-        make_gate(REASONING["olmo3"], vocabulary, [5])
+        gate_of(REASONING["olmo3"], vocabulary, [5])
