@@ -186,9 +186,6 @@ class Config:
             raise TypeError(f"gpu_memory_utilization must be a number, not {utilization!r}")
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {utilization}; 0.9 is 90 %")
-        for name in ("reasoning_parser", "tool_parser"):
-            if not isinstance(getattr(self, name), (str, type(None))):
-                raise TypeError(f"{name} must be 'auto' or a name, not {getattr(self, name)!r}")
         if not isinstance(self.generation_config, str):
             raise TypeError(
                 f"generation_config must be 'auto', 'vllm' or a folder, not {self.generation_config!r}"

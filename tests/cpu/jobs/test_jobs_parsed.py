@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
+import pytest
 from jobs import FakeLLM, read_rows, run, write_rows
 
 from nanovllm import SamplingParams
+from nanovllm.jobs.openai_batch import OpenAIFormat, read_body
+from nanovllm.jobs.tasks import Task
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -90,3 +93,21 @@ def test_openais_messages(tmp_path: Path) -> None:
     body = read_rows(tmp_path / "out.jsonl")[0]["response"]["body"]
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
     assert body["choices"][0]["text"] == "" and body["choices"][0]["finish_reason"] == "stop"
+
+
+def test_messages_of_chats() -> None:
+    llm, format_ = ThinkingLLM(), OpenAIFormat(SamplingParams(), 0, "model")
+    for prompt, content, calls, reason in [
+        ("call", None, [CALL], "tool_calls"),
+        ("plain", "yes", None, "stop"),
+    ]:
+        output = llm.answer(0, {"prompt": prompt}, SamplingParams())
+        task = Task(0, "a", [], SamplingParams(), is_chat=True, request={"model": "model"})
+        [choice] = format_.answer(task, output)["response"]["body"]["choices"]
+        assert choice["message"]["role"] == "assistant" and choice["message"]["content"] == content
+        assert choice["message"]["reasoning"] == "hm 0" and choice["message"].get("tool_calls") == calls
+        assert choice["finish_reason"] == reason
+    body = {"messages": [], "reasoning_effort": "low"}
+    assert read_body("/v1/chat/completions", body) == ({}, {"reasoning_effort": "low"})
+    with pytest.raises(ValueError, match="'reasoning_effort' in the body is not known for /v1/completions"):
+        read_body("/v1/completions", {"prompt": "a", "reasoning_effort": "low"})

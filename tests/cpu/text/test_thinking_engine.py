@@ -262,7 +262,7 @@ def test_a_budget_with_room_runs_as_plain_steps_do(llm: LLM, monkeypatch: pytest
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_constraint_begins_behind_the_thinking(folder: Path, ahead: bool) -> None:
-    """The answer has text whatever the model would do: an end of the answer within the thinking is not drawn."""
+    """The answer has text whatever the model would do: no end of the answer is drawn within the thinking."""
     pytest.importorskip("llguidance")
     choices = ["Hello", "the world"]
     with CheckedLLM(folder, reasoning_parser="auto", async_scheduling=ahead, **OPTIONS) as llm:
