@@ -220,7 +220,7 @@ def test_a_budget_closes_the_thinking_and_the_answer_follows(llm: LLM) -> None:
                 assert out.outputs[0].num_reasoning_tokens <= budget + 2
 
 
-def test_budgets_are_the_same_one_step_ahead_and_beside_other_rules(folder: Path, llm: LLM) -> None:
+def test_budgets_are_the_same_one_step_ahead_after_preemption_and_beside_other_rules(folder: Path) -> None:
     prompts = ["Hello<think>\n", "the world<think>\n", "I say: Hello"] * 3
     free = SamplingParams(temperature=1, seed=3, max_tokens=30, ignore_eos=True)
     params = [free.clone() for _ in prompts]
@@ -228,15 +228,15 @@ def test_budgets_are_the_same_one_step_ahead_and_beside_other_rules(folder: Path
         each.thinking_token_budget = (None, 0, 3, 7, 16)[row % 5]
         each.bad_words = ["the"] if row % 4 == 3 else []
         each.min_tokens = 5 * (row % 3)
-    expected = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
-    for more in (
-        {"async_scheduling": True},
-        {"async_scheduling": True, "max_num_seqs": 2},
-        {"max_num_seqs": 4},
-    ):
-        with CheckedLLM(folder, reasoning_parser="auto", **OPTIONS, **more) as other:
-            found = other.generate(prompts, params, use_tqdm=False)
-            assert [out.outputs[0].token_ids for out in found] == expected
+    small = {"attention_backend": "reference", "kvcache_block_size": 16}
+    found = []
+    ahead = {"async_scheduling": True}
+    for more in ({}, ahead, {**ahead, "max_num_seqs": 2}, {**ahead, "num_kvcache_blocks": 7}):
+        with CheckedLLM(folder, reasoning_parser="auto", **{**OPTIONS, **small, **more}) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([out.outputs[0].token_ids for out in outputs])
+            assert ("num_kvcache_blocks" in more) is (llm.stats().num_preemptions > 0)
+    assert found == found[:1] * 4
 
 
 def test_a_budget_with_room_runs_as_plain_steps_do(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
