@@ -92,6 +92,11 @@ class Splitter:
         return self._state in (_State.AFTER, _State.OUTSIDE)
 
     def feed(self, piece: str) -> Split:
+        if not self._held and type(piece) is str:  # most pieces, at once
+            if self._state is _State.OUTSIDE:
+                return Split("", piece)
+            if self._state is _State.INSIDE and not self._searched:
+                return Split(piece, "")
         if isinstance(piece, Mark):
             self._drain(final=True)  # a mark by id never continues characters
             self._mark(piece)
