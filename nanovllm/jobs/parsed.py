@@ -9,6 +9,11 @@ from nanovllm.chat.conversations import Thinking
 from nanovllm.outputs import CompletionOutput
 
 
+def how_it_ended(reason: str | None, text: str | None, reasoning: str | None, calls: Any) -> str:
+    """The finish reason of an answer; one that has nothing but thinking is no success and says so."""
+    return f"{reason} while thinking" if reasoning and not text and not calls else reason or ""
+
+
 def thinking_of(template: Mapping[str, Any]) -> Thinking:
     """What a row asks of thinking. template: its arguments of `LLM.chat`."""
     return Thinking(None, template.get("reasoning_effort"))

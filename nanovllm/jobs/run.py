@@ -45,6 +45,7 @@ from nanovllm.jobs.job import (
 )
 from nanovllm.jobs.journal import Journal, hash_file, locked
 from nanovllm.jobs.output import COLUMNS, PARSED, Output, put_in_order
+from nanovllm.jobs.parsed import how_it_ended
 from nanovllm.jobs.progress import History, JobProgress
 from nanovllm.jobs.runner import JobRunner
 from nanovllm.jobs.tasks import Renderer, RowFormat
@@ -283,6 +284,8 @@ def _sample_of(index: int, record: dict[str, Any]) -> Sample:
         text = choices[0].get("text", choices[0].get("message", {}).get("content"))
         reasons = [each.get("finish_reason", "embedding") for each in choices]
         usage = body.get("usage", {})
+    if len(reasons) == 1 and "custom_id" not in record:
+        reasons = [how_it_ended(reasons[0], text, record.get("reasoning"), record.get("tool_calls"))]
     read, drawn = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     prompt = columns.get("prompt", columns or "")
     return Sample(index, row_id, prompt, text or "", tuple(map(str, reasons)), read, drawn, error)

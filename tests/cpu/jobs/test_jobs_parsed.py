@@ -13,6 +13,7 @@ from jobs import FakeLLM, read_rows, run, write_rows
 
 from nanovllm import SamplingParams
 from nanovllm.jobs.openai_batch import OpenAIFormat, read_body
+from nanovllm.jobs.run import _sample_of
 from nanovllm.jobs.tasks import Task
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
@@ -29,7 +30,7 @@ class ThinkingLLM(FakeLLM):
         answers = [
             CompletionOutput(
                 number,
-                "" if calls else "yes",
+                "" if calls or "deep" in text else "yes",
                 [1, 2, 3],
                 finish_reason="stop",
                 reasoning=f"hm {number}",
@@ -111,3 +112,16 @@ def test_messages_of_chats() -> None:
     assert read_body("/v1/chat/completions", body) == ({}, {"reasoning_effort": "low"})
     with pytest.raises(ValueError, match="'reasoning_effort' in the body is not known for /v1/completions"):
         read_body("/v1/completions", {"prompt": "a", "reasoning_effort": "low"})
+
+
+def test_an_answer_that_is_thinking_alone_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": each} for each in ("deep", "deeper", "call", "plain")]
+    )
+    assert run(source, "-o", tmp_path / "out.jsonl", make_llm=ThinkingLLM) == 0
+    assert "2 stop while thinking" in capsys.readouterr().err
+    samples = [_sample_of(row["index"], row) for row in read_rows(tmp_path / "out.jsonl")]
+    ended = {sample.index: sample.reasons for sample in samples}
+    assert ended == {0: ("stop while thinking",), 1: ("stop while thinking",), 2: ("stop",), 3: ("stop",)}
