@@ -1,4 +1,4 @@
-"""Batch, TokenMasks, StepOutput and TokenEvents: the values that pass between plan, compute and the engine.
+"""Batch, StepOutput and TokenEvents: the values that pass between plan, compute and the engine.
 
 Also `Column`, which declares an array of a step once, for the host and the device. Values are immutable.
 Positions and cache slots are derived from them.
@@ -7,7 +7,7 @@ Positions and cache slots are derived from them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum, auto
 from functools import cache
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
@@ -19,7 +19,6 @@ NOT_FINITE = -1  # as a sampled token: the row's logits have NaN or infinity
 NOT_DRAWN = -2  # as a sampled token: the step drew fewer tokens for this row than `draws`
 NO_SLOT = -1  # as a slot: the row's token is not kept, or the token's K/V not stored
 PADDING = -1  # in a table: no block, or no row
-NO_LOGPROBS = -1  # as a number of likeliest tokens: no logprobs, not even the token's own
 
 # A value made of columns is a frozen dataclass over A, the type of its arrays. A field is a column, which is
 # `Annotated[A, Column(...)]`, another such value, a tuple of them, or plain data. The class has no slots,
@@ -144,21 +143,6 @@ FILTERS = {name: column for name, [column] in _fields(FilterColumns).items()}
 SAMPLING_PARAMETERS = {"temperature": _fields(SamplingColumns)["temperature"][0]} | FILTERS
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Penalties:
-    """The repetition penalties of S sequences, and the tokens with which counting restarts.
-
-    Every rank counts the tokens of each slot with penalties: first the history, then the drawn tokens.
-    """
-
-    repetition: np.ndarray  # [S] float32; 1: none
-    frequency: np.ndarray  # [S] float32; 0: none
-    presence: np.ndarray  # [S] float32; 0: none
-    history_slots: np.ndarray  # [N] int64, the slot of each token; counts of these slots restart from zero
-    history_ids: np.ndarray  # [N] int64
-    history_is_prompt: np.ndarray  # [N] bool
-
-
 PENALTIES = {  # by their fields of `SamplingParams`
     "repetition_penalty": parameter(np.float32, 1, "above 0; 1 changes nothing", lambda value: value > 0),
     **dict.fromkeys(
@@ -168,70 +152,19 @@ PENALTIES = {  # by their fields of `SamplingParams`
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LogitBias:
-    """The biases of logits, N values."""
-
-    rows: np.ndarray  # [N] int64, of the step's sequences
-    token_ids: np.ndarray  # [N] int64
-    values: np.ndarray  # [N] float32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WantedTokens:
-    """Tokens of a prefill step whose hidden states are needed, besides the last of each sequence."""
-
-    places: np.ndarray  # [N] int32, ascending indices into the step's flat tokens
-    rows: np.ndarray  # [N] int64, of the step's sequences
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoredTokens:
-    """Prompt tokens whose logprobs are requested: the logits of the previous token score each of them."""
-
-    wanted: WantedTokens  # the previous tokens
-    token_ids: np.ndarray  # [N] int64
-    num_logprobs: int  # likeliest tokens to return for each
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Extras:
-    """What the sequences of a step request besides `SamplingColumns`; None if no sequence requests it."""
+    """What the sequences of a step ask for besides `SamplingColumns`: here nothing. `BatchExtras` in
+    `extras/columns.py`, which is true, is what some ask for."""
 
-    penalties: Penalties | None = None
-    bias: LogitBias | None = None
-    num_logprobs: int = NO_LOGPROBS  # the maximum over the rows, for drawn tokens
-    asked_ids: np.ndarray | None = None  # [S, M] int64, tokens that a row asks the logprobs of, then PADDING
-    has_rules: bool = False  # TokenMasks follow, and tokens are drawn after that
-    scored: ScoredTokens | None = None
-    pooled: WantedTokens | None = None  # tokens whose hidden states are summed for each sequence
+    needs_logits: bool = False  # whether drawing needs more than logits and `SamplingColumns`
+    has_rules: bool = False  # masks of tokens follow, and tokens are drawn after that
+    places: tuple[np.ndarray, ...] = ()  # ascending, of a prefill step's tokens whose states are needed too
 
-    @property
-    def needs_logits(self) -> bool:
-        """Whether drawing needs more than logits and `SamplingColumns`."""
-        asks = self.penalties is not None or self.bias is not None or self.has_rules
-        return asks or self.num_logprobs != NO_LOGPROBS
-
-    @property
-    def places(self) -> list[np.ndarray]:
-        """Places of a prefill step's tokens whose hidden states are needed, as in `WantedTokens`."""
-        scored = None if self.scored is None else self.scored.wanted
-        return [each.places for each in (scored, self.pooled) if each is not None]
+    def __bool__(self) -> bool:
+        return False
 
 
-LogitsProcessor = Callable[..., Any]  # as in SamplingParams
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenMasks:
-    """The allowed tokens of the M sequences of a step that have rules; made once previous tokens are known.
-
-    processors: (row of the step, function, prompt ids, output ids) for each logits processor.
-    """
-
-    rows: np.ndarray  # [M] int64, of the step's sequences
-    bits: np.ndarray  # [M, ceil(vocabulary / 32)] int32; bit i % 32 of word i // 32: token i is allowed
-    processors: tuple[tuple[int, LogitsProcessor, list[int], list[int]], ...] = ()
+NO_EXTRAS = Extras()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -248,40 +181,11 @@ class Batch:
     tables: tuple[np.ndarray, ...]
     draws: np.ndarray  # [S] int32, number of tokens to draw: 0 while the prompt is unfinished, else 1
     sampling: SamplingColumns[np.ndarray]
-    extras: Extras | None = None  # None: no sequence requests any
+    extras: Extras = NO_EXTRAS
     # Of each group, [C, 4] int32: source block, target block, first cell, number of cells. Each layer copies
     # the K/V of these cells after it stores the step's and before any row attends. No cell is source and
     # target. (): nothing is copied.
     copies: tuple[np.ndarray, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LogprobColumns(Generic[A]):
-    """The logprobs of N tokens, each with the k likeliest tokens at its position, likeliest first; in a step,
-    with those of `Extras.asked_ids` after them."""
-
-    values: A  # [N, 1 + k] float32, the token's own first
-    token_ids: A  # [N, 1 + k] int64
-    ranks: A  # [N] int64, of the token itself, 1 for the likeliest
-    are_likeliest: bool = field(default=True, kw_only=True)  # False: k tokens that were asked for
-
-    @property
-    def columns(self) -> tuple[A, A, A]:
-        return self.values, self.token_ids, self.ranks
-
-    def take(self: TokenLogprobs, rows: np.ndarray, k: int) -> TokenLogprobs:
-        """A copy of the logprobs of some of the tokens, with at most k likeliest tokens."""
-        return LogprobColumns(self.values[rows, : 1 + k], self.token_ids[rows, : 1 + k], self.ranks[rows])
-
-    def take_asked(self: TokenLogprobs, rows: np.ndarray, asked: np.ndarray, k: int) -> TokenLogprobs:
-        """A copy of those of some of the tokens, with the first k tokens of `Extras.asked_ids`."""
-        first = self.values.shape[1] - asked.shape[1]
-        places = np.array([0, *range(first, first + k)])
-        own = np.ix_(rows, places)
-        return LogprobColumns(self.values[own], self.token_ids[own], self.ranks[rows], are_likeliest=False)
-
-
-TokenLogprobs = LogprobColumns[np.ndarray]  # on the host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -290,20 +194,16 @@ class StepOutput(Generic[A]):
 
     # [S, maximum draws of a row] int64; may be NOT_FINITE or NOT_DRAWN. Undefined from column `draws` on.
     token_ids: A
-    logprobs: LogprobColumns[A] | None = None  # of the S drawn tokens
-    scores: LogprobColumns[A] | None = None  # of `Extras.scored`
-    pooled: A | None = None  # [S, hidden_size] float32, the sums of `Extras.pooled`
+    extras: Any = None  # what `Batch.extras` asked for, `ExtraOutput` in `extras/columns.py`
+    pooled: A | None = None  # [S, hidden_size] float32, the sums of hidden states that are asked for
     routed: A | None = None  # [T, layers, top_k] int16, the experts of the step's tokens
 
     def map(self, convert: Callable[[A], B]) -> StepOutput[B]:
         """The same with `convert` applied to each column."""
-        logprobs, scores = (
-            None if each is None else LogprobColumns(*map(convert, each.columns))
-            for each in (self.logprobs, self.scores)
-        )
+        extras = None if self.extras is None else self.extras.map(convert)
         token_ids = convert(self.token_ids)
         pooled, routed = (None if each is None else convert(each) for each in (self.pooled, self.routed))
-        return StepOutput(token_ids, logprobs, scores, pooled, routed)
+        return StepOutput(token_ids, extras, pooled, routed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """Checks of single values that callers pass: numbers that float32 holds, integers, token ids, texts.
 
 Each returns a plain Python value, or raises TypeError or ValueError with the name, the value and what is
-expected.
+expected. In a list of rows such an error may stand in place of the row that has it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ MAX_TEXTS = {"stop": 1000, "bad_words": 5000}  # strings
 MAX_CHARS = {"stop": 2**16, "bad_words": 2**18}  # of all strings together
 TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 NUMBERS = (int, float, np.integer, np.floating)
+_Value = TypeVar("_Value")
+BadRow: TypeAlias = "TypeError | ValueError"
 
 
 def check_float(name: str, value: Any, expected: str) -> float:
@@ -134,3 +136,26 @@ def packed_ints(ids: list[Any]) -> array[int] | None:
         return None
     has_bool = np.frombuffer(packed, np.int32).min() <= 1 and bool in set(map(type, ids))
     return None if has_bool else packed
+
+
+def attempt(check: Callable[..., _Value], *args: Any) -> _Value | BadRow:
+    """Return `check(*args)`, or the TypeError or ValueError that it raises. Values that are nested too deeply
+    for Python to read or print give an error too."""
+    try:
+        return check(*args)
+    except RecursionError:
+        return ValueError("it is nested too deeply")
+    except (TypeError, ValueError) as error:
+        return error.with_traceback(None)  # a traceback would keep the row's values alive
+
+
+def raise_first(rows: Iterable[object]) -> None:
+    for row in rows:
+        if isinstance(row, Exception):
+            raise row
+
+
+def check_on_error(on_error: object) -> None:
+    """Raise ValueError unless `on_error` is "raise" or "return"."""
+    if on_error not in ("raise", "return"):
+        raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")

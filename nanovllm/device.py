@@ -1,7 +1,7 @@
 """Device: the one place that knows whether tensors live on a GPU. Makes all torch.cuda calls outside kernels
 and graphs.
 
-Decides nothing at import time, and keeps no state except the device itself.
+Decides nothing at import time. Keeps the device itself, and what the door of CPUs answers once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -33,15 +34,22 @@ def cpu_door(name: str) -> Callable[..., Any]:
     - has_bf16() -> bool: whether this CPU multiplies bfloat16 faster than float32
     - say_what_is_missing(): once, what would make this CPU faster
     - linear_method(shape, options, kind) -> the `LinearMethod` of a weight in floats; None: the core's
-    - recorded_steps() -> `RecordedSteps` of `runner/cuda_graph.py`; None if nothing can be recorded
+    - recorded_steps() -> `RecordedSteps` of `runner/batch_runner.py`; None if nothing can be recorded
     """
     found: Callable[..., Any] = doors.find(doors.CPU[name])
     return found
 
 
+cpu_kernels: ContextVar[bool | None] = ContextVar("cpu_kernels", default=None)  # None: not asked yet
+
+
 def has_cpu_kernels() -> bool:
-    """Whether kernels for this CPU run here."""
-    return bool(cpu_door("has_kernels")())
+    """Whether kernels for this CPU run here. The door is asked once."""
+    answer = cpu_kernels.get()
+    if answer is None:
+        answer = bool(cpu_door("has_kernels")())
+        cpu_kernels.set(answer)
+    return answer
 
 
 class Device:

@@ -79,10 +79,16 @@ FAMILIES: dict[str, str] = {
 }
 # Where a model comes from that is no folder or file here.
 MODELS = {"hub": "hub.download:download"}
+# How a `ModelFamily` reads config.json, unless it overrides that.
+CONFIG_JSON = {
+    "family": "formats.config_json.reading:model_config",
+    "decoder": "formats.config_json.reading:read",
+    "rope": "formats.config_json.reading:rope",
+}
 # `Checkpoint` by the format of the files; the first that reads a path takes it.
 CHECKPOINTS = {
     "gguf": "formats.gguf.checkpoint:GGUFCheckpoint",
-    "safetensors": "models.checkpoint:Checkpoint",
+    "safetensors": "formats.safetensors.checkpoint:SafetensorsCheckpoint",
 }
 # What makes a `QuantConfig` of config.json's quantization_config, by its `quant_method`.
 QUANTIZATIONS = {
@@ -99,16 +105,24 @@ ON_THE_FLY = {
     "int8": "cpu.integers:INT8",
     "int4": "cpu.integers:INT4",
 }
+# `BlockManager` of several groups of layers, or of policies that free blocks of running sequences.
+BLOCKS = {"groups": "windows.blocks:GroupBlocks"}
 # What makes the `CacheLayout` of layers that are not all alike.
 LAYOUTS = {"windows": "windows.layout:windowed_layout"}
 # What sets the scales of a KV cache, by the option `kv_cache_dtype`; "auto" has none.
 CALIBRATIONS = {"fp8": "formats.fp8.cache:calibrate"}
+# What finds the prefixes that rows of a decode step share, as `PrefixFinder` of `runner/batch_runner.py`.
+SHARED_PREFIXES = {"finder": "shared_prefixes.finder:make_finder"}
+# What gives a runner its `Graphs`, on a GPU.
+CUDA_GRAPHS = {"graphs": "cuda_graphs.capture:capture"}
+# What the graphs of prefill steps take of the memory of such a step.
+PREFILL_SHARE = "cuda_graphs.capture:prefill_share"
 # `AttentionBackend` by its name, fastest first, as measured on an H200 (docs/log/2026-11-22-measurements.md).
 BACKENDS = {
     "triton": "attention.backends:TritonBackend",
     "flash_attn": "flash_attn.backend:FlashAttnBackend",
     "cpu": "cpu.attention:CPUBackend",
-    "reference": "attention.backends:ReferenceBackend",
+    "reference": "attention.reference:ReferenceBackend",
 }
 # `RopeType` by config.json's `rope_type`.
 ROPES = {
@@ -129,6 +143,12 @@ TEXT = {
     "parsing": "reasoning.processor:ParsingProcessor",  # a `Processor` that separates thinking and tool calls
     "written_end": "chat.ends:with_written_end",  # the token by which a template ends an answer
 }
+# What counts the entries of a `History`, when somebody asks.
+COUNTS = {"steps": "stats.timeline:Timeline", "answers": "vllm.metrics:RequestTimes"}
+# The `Progress` of a call that is shown.
+PROGRESS = {"shown": "stats.progress:ShownProgress"}
+# What yields parts of unfinished answers.
+STREAMS = {"parts": "streams.parts:Parts"}
 # What is known of other libraries: their arguments by call, and what to write instead of one of their names.
 OTHER_NAMES = {"arguments": "vllm.arguments:ARGUMENTS", "elsewhere": "vllm.arguments:elsewhere"}
 # What a request may ask for besides tokens by temperature, filters and penalties.
@@ -137,11 +157,11 @@ EXTRAS = {
     "params": "extras.params:checked",  # checks these sampling parameters
     "guarded": "extras.logits_processors:GuardedProcessors",  # whose errors end one request
     "texts": "extras.texts:ExtraTexts",  # constraints, bad words and logprobs, for a `Processor`
-    "rules": "extras.token_rules:make_rules",  # of a sequence, on its next token
-    "restrict": "extras.token_rules:restrict_planned",  # fills the bits of the tokens that they allow
-    "dead_end": "extras.token_rules:dead_end",
-    "prompt_tokens": "extras.wanted:take_prompt_tokens",  # of a step, to score or to pool
-    "keep_logprobs": "extras.wanted:keep_logprobs",  # of drawn tokens, for their sequences
+    "sequence": "extras.planned:SequenceExtras.of",  # what one sequence asks for, and what it has got
+    "step": "extras.planned:extras_of",  # what those of a step ask for: its `Extras`
+    "masks": "extras.planned:masks_of",  # the tokens that may follow in a step
+    "keep": "extras.planned:keep",  # gives the sequences of a step what they asked for
+    "dead_end": "extras.planned:dead_end",
     "ending": "extras.ending:ExtrasEnding",  # ends a step with `Extras`, for an `Ending`
 }
 # What the door of CPUs does in place of Triton, cuBLAS and CUDA graphs; see `device.cpu_door`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from nanovllm.doors import OTHER_NAMES, Table
 
@@ -81,3 +81,31 @@ class KnownFields:
         known: Iterable[str] = cls.__dataclass_fields__  # type: ignore[attr-defined]
         refuse_unknown(cls.__name__, {name: values[name] for name in values if name not in known}, known)
         return super().__new__(cls)
+
+
+class FieldsOfOthers:
+    """Base of a dataclass that has the fields of other libraries, too, with their neutral values alone."""
+
+    _call: ClassVar[str]  # as for `others_of`
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a field, checked when a request is made. An unsupported field accepts its neutral value."""
+        if name in self.__dataclass_fields__:  # type: ignore[attr-defined]
+            super().__setattr__(name, value)
+        elif name in others_of(self._call):
+            refuse_unknown(self._call, {name: value}, (), self._call)
+        else:
+            raise self._no_field(name)
+
+    def __getattr__(self, name: str) -> Any:
+        """An unsupported field of another library reads as its neutral value."""
+        if name.startswith("_"):
+            raise AttributeError(f"{self._call} has no field {name!r}")
+        others = others_of(self._call)
+        if name not in others:
+            raise self._no_field(name)
+        return others[name].default
+
+    def _no_field(self, name: str) -> AttributeError:
+        known: Iterable[str] = type(self).__dataclass_fields__  # type: ignore[attr-defined]
+        return AttributeError(f"{self._call} has no field {name!r}; {nearest(name, known, self._call)}")

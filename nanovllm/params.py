@@ -6,15 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from nanovllm.batch import PENALTIES, SAMPLING_PARAMETERS
 from nanovllm.checks import check_bool, check_float, check_int, check_texts, check_token_ids, show, wrong
 from nanovllm.doors import EXTRAS, Table
-from nanovllm.names import nearest, others_of, refuse_unknown
+from nanovllm.names import FieldsOfOthers, refuse_unknown
 
 SEED_LIMIT = 2**63
 MAX_N = 16_384  # vLLM's
@@ -29,14 +28,6 @@ _EXTRA_FIELDS: dict[str, Any] = {  # with the values that ask for nothing
 _Params = TypeVar("_Params", bound="SamplingParams")
 
 
-class RequestOutputKind(Enum):
-    """vLLM's kinds of outputs. Here `step` returns whole answers, and `LLM.stream(deltas=True)` parts."""
-
-    CUMULATIVE = 0
-    DELTA = 1
-    FINAL_ONLY = 2
-
-
 class Default(int):
     """The default of a field: equal to the plain number, and known as nobody's choice."""
 
@@ -45,7 +36,7 @@ MAX_TOKENS = Default(64)
 
 
 @dataclass(init=False)
-class SamplingParams:
+class SamplingParams(FieldsOfOthers):
     """The sampling parameters of one request. All are keyword arguments; a request keeps its own copy.
 
     Values are checked here and when a request is made: ValueError or TypeError names the field, the value and
@@ -89,6 +80,7 @@ class SamplingParams:
         `reasoning_parser`.
     """
 
+    _call: ClassVar[str] = "SamplingParams"
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -127,26 +119,6 @@ class SamplingParams:
         refuse_unknown("SamplingParams", absent, names)
         vars(self).update({name: values.get(name, field.default) for name, field in names.items()})
         vars(self).update(self._checked())
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set a field, checked when a request is made. An unsupported field accepts its neutral value."""
-        if name in self.__dataclass_fields__:
-            super().__setattr__(name, value)
-        elif name in others_of("SamplingParams"):
-            refuse_unknown("SamplingParams", {name: value}, (), "SamplingParams")
-        else:
-            hint = nearest(name, self.__dataclass_fields__, "SamplingParams")
-            raise AttributeError(f"SamplingParams has no field {name!r}; {hint}")
-
-    def __getattr__(self, name: str) -> Any:
-        """An unsupported field of vLLM's reads as its neutral value."""
-        if name.startswith("_"):
-            raise AttributeError(f"SamplingParams has no field {name!r}")
-        others = others_of("SamplingParams")
-        if name not in others:
-            hint = nearest(name, self.__dataclass_fields__, "SamplingParams")
-            raise AttributeError(f"SamplingParams has no field {name!r}; {hint}")
-        return others[name].default
 
     @classmethod
     def from_optional(cls: type[_Params], **values: Any) -> _Params:

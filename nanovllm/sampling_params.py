@@ -7,8 +7,8 @@ from nanovllm.extras.structured_outputs import StructuredOutputsParams as Struct
 from nanovllm.params import MAX_N as MAX_N
 from nanovllm.params import SEED_LIMIT as SEED_LIMIT
 from nanovllm.params import Default as Default
-from nanovllm.params import RequestOutputKind as RequestOutputKind
 from nanovllm.params import SamplingParams as SamplingParams
 from nanovllm.vllm.arguments import missing_in
+from nanovllm.vllm.names import RequestOutputKind as RequestOutputKind
 
 __getattr__ = missing_in(__name__)

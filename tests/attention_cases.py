@@ -14,8 +14,9 @@ from unittest import mock
 import torch
 from tensors import F16, F32, FP8, assert_near, randn
 
-from nanovllm.attention.backends import ReferenceBackend
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, PrefillRanges
+from nanovllm.attention.backends import AttentionBackend
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.kernels import decode_attention
 from nanovllm.kernels.attention_reference import (
     paged_decode_attention_reference,
@@ -31,7 +32,7 @@ from nanovllm.kernels.decode_attention import (
 )
 from nanovllm.kernels.paged import PLAIN, KVCache, Variant, fp8_pair
 from nanovllm.kernels.prefill_attention import Tiles, paged_prefill_attention_triton
-from nanovllm.runner.shared_prefixes import find_shared_prefixes
+from nanovllm.shared_prefixes.finder import find_shared_prefixes
 
 DECODE = (paged_decode_attention_triton, paged_decode_attention_reference)
 PREFILL = (paged_prefill_attention_triton, paged_prefill_attention_reference)

@@ -15,7 +15,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.device import Device
 from nanovllm.engine import core
-from nanovllm.engine.executor import Stepped
 from nanovllm.layers.stream import Group
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.sequence import Sequence, SequenceStatus
@@ -50,7 +49,7 @@ class CheckedLLM(inside.AroundSteps, LLM):
         self.batches: list[Batch] = []  # of the steps that finished
         self.sequences: list[Sequence] = []
 
-    def around_step(self, step: Callable[[], Stepped]) -> Stepped:
+    def around_step(self, step: Callable[[], Any]) -> Any:
         unfinished = inside.scheduler_state(inside.scheduler(self)).unfinished.values()
         stepped = step()
         check_scheduler(inside.scheduler(self))

@@ -8,6 +8,7 @@ depends on all tokens before it, as keys of deeper layers do.
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,8 +19,9 @@ from invariants import check_scheduler
 
 from nanovllm.batch import LAST_SAMPLED, Batch, StepOutput
 from nanovllm.config import Config
-from nanovllm.kv_group import ONE_GROUP, KVGroup
-from nanovllm.plan.room import Room
+from nanovllm.extras.columns import NO_LOGPROBS
+from nanovllm.extras.planned import SequenceExtras
+from nanovllm.kv_group import ONE_GROUP, KVGroup, Room
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -268,11 +270,17 @@ class Loop:
 def make_sequence(seq_id: int, prompt: list[int], params: SamplingParams) -> Sequence:
     return Sequence(
         seq_id,
-        list(prompt),
+        array("i", prompt),
         params,
         seed=seq_id,
         stop_ids=frozenset() if params.ignore_eos else frozenset({EOS}),
     )
+
+
+def want_states(seq: Sequence, first: int | None) -> None:
+    """Let the hidden states of a sequence's prompt be needed, to score tokens, from a position on."""
+    if first is not None:
+        seq.extras = SequenceExtras(seq.token_ids[:], [], False, first, None, None, None, NO_LOGPROBS, [])
 
 
 def make_loop(

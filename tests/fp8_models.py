@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tensors import F32
 
 from nanovllm import SamplingParams
-from nanovllm.attention.backends import ReferenceBackend
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.formats.fp8.kernels.values import FP8
 from nanovllm.layers.weights import allocate
 from nanovllm.models.config import ModelConfig

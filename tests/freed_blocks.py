@@ -26,15 +26,15 @@ def spoil_free_blocks(llm: CheckedLLM, patch: pytest.MonkeyPatch) -> list[int]:
     launch = runner.launch
 
     def launch_spoilt(batch: Batch) -> Any:
-        pool = inside.block_manager(llm).pool
-        cached = [content is not None for content in pool.content]
-        free = [slab for slab in pool.free_slabs if not any(cached[slab :: pool.num_slabs])]
+        state, slabs = inside.block_state(inside.block_manager(llm)), inside.block_manager(llm).num_blocks
+        cached = [content is not None for content in state.content]
+        free = [slab for slab in state.free if not any(cached[slab::slabs])]
         runner.kv_cache[:, :, free] = torch.nan
         for layer in runner.model.attention_layers:
-            free_parts, offset = pool.free_parts[layer.group], pool.offsets[layer.group]
+            free_parts, offset = state.free_parts[layer.group], state.offsets[layer.group]
             blocks = np.array([part - offset for part in free_parts if not cached[part]], np.int32)
             if isinstance(runner.layout, TwoGroups):
-                blocks = runner.layout.blocks_of(blocks, layer.group, pool.num_slabs)
+                blocks = runner.layout.blocks_of(blocks, layer.group, slabs)
             layer.cache.k[blocks] = layer.cache.v[blocks] = torch.nan
         counts.append(len(free))
         return launch(batch)

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     import torch
 
     from nanovllm import LLM
+    from nanovllm.cuda_graphs.graphs import CUDAGraphs
     from nanovllm.engine.requests import Requests
-    from nanovllm.engine.stats import Counters
+    from nanovllm.engine.stats import Noted
     from nanovllm.jobs.output import Output
     from nanovllm.models.decoder import DecoderForCausalLM
     from nanovllm.parallel.channel import Channel
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from nanovllm.plan.block_manager import BlockManager
     from nanovllm.plan.scheduler import Scheduler
     from nanovllm.residency.runner import ResidentModelRunner
-    from nanovllm.runner.cuda_graph import CUDAGraphs
     from nanovllm.runner.inputs import Staging
     from nanovllm.text.detokenizer import Detokenizer
     from nanovllm.text.processor import Processor
@@ -95,7 +95,7 @@ def grammars(llm: LLM) -> Any:
 def stop_searches(owner: LLM | Requests) -> dict[int, Any]:
     """The searches for stop strings, and what streams yielded, by the ids of unfinished sequences."""
     own = owner if hasattr(owner, "_stops") else requests(owner)
-    return own._stops | own._streams
+    return own._stops | (own._parts._streams if own._parts else {})
 
 
 def swap_visits(llm: LLM, visits: Any) -> Any:
@@ -186,11 +186,11 @@ def scheduler_state(scheduler: Scheduler) -> Any:
 
 
 def block_state(manager: BlockManager) -> Any:
-    """Reference count and cached content of each block, what is free, what is cached, and what is owned for
-    the step being planned."""
+    """Each block's count and content, what is free, cached and pinned. offsets: of groups, then their end."""
     pool, tree = manager.pool, manager._tree
-    free = {"free": pool.free_slabs, "free_parts": pool.free_parts, "free_partial": pool._free_partial}
-    refs = {"ref_counts": pool.ref_counts, "content": pool.content, "twins": manager._twins}
+    groups = {"free_parts": [{}], "offsets": [0, pool.num_blocks], "twins": [{}]} | vars(manager) | vars(pool)
+    free = {name: groups[name] for name in ("free", "free_parts", "offsets", "twins")}
+    refs = {"ref_counts": pool.ref_counts, "content": pool.content, "free_partial": pool._free_partial}
     found = {"by_key": tree._by_key, "children": tree._children, "pinned": manager._pinned}
     return SimpleNamespace(**free, **refs, **found, tree=tree)
 
@@ -356,9 +356,9 @@ def count_checks(patch: pytest.MonkeyPatch) -> list[int]:
 # -- statistics, jobs and other programs --------------------------------------------------------------------
 
 
-def origin(counters: Counters) -> float:
-    """When the counting began, in seconds of `perf_counter`."""
-    return counters.origin
+def waiting(noted: Noted) -> int:
+    """How many entries wait to be counted."""
+    return len(noted._waiting)
 
 
 def display(progress: Any) -> Any:

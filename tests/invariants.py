@@ -9,10 +9,11 @@ import inside
 import numpy as np
 
 from nanovllm.batch import NO_SLOT, PADDING
-from nanovllm.plan.block_manager import BlockManager, Twin
+from nanovllm.plan.block_manager import BlockManager
 from nanovllm.plan.prefix_tree import child_key
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Sequence, SequenceStatus
+from nanovllm.windows.blocks import Twin
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
@@ -41,19 +42,24 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
     """Check every invariant of the blocks, given all sequences that own any."""
-    offsets, state = np.array(manager.pool.offsets), inside.block_state(manager)
+    state = inside.block_state(manager)
+    offsets = np.array(state.offsets)
     tables = [
         (seq, [(index, block + offset) for index, block in enumerate(table) if block != PADDING])
         for seq in sequences
         for offset, table in zip(offsets.tolist()[:-1], seq.tables, strict=True)
     ]
+
+    def group_of(block: int) -> int:
+        return int(np.searchsorted(offsets, block, "right")) - 1
+
     owners = Counter(block for _, table in tables for _, block in table)
     counts, slabs = np.zeros(len(state.ref_counts), np.int64), np.arange(manager.num_blocks)
     counts[list(owners)] = list(owners.values())
     assert np.array_equal(state.ref_counts, counts), "reference counts drifted"
     used = np.zeros((len(offsets) - 1, len(slabs)), bool)  # by group
     for block in owners:
-        used[manager.pool.group_of(block), block % len(slabs)] = True
+        used[group_of(block), block % len(slabs)] = True
     assert sorted(state.free) == slabs[~np.any(used, 0)].tolist(), "free list drifted"
     assert np.sum(used, 0).max(initial=0) <= 1, "blocks of two groups in a slab"
     for (a, b), mine, free in zip(pairwise(offsets), used, state.free_parts, strict=True):
@@ -83,7 +89,7 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
     for group, twins in enumerate(state.twins):
         for first, block in twins.items():
             twin, node = state.content[block], state.content[first]
-            assert twin == Twin(block, first, group, node.is_full) and manager.pool.group_of(block) == group
+            assert twin == Twin(block, first, group, node.is_full) and group_of(block) == group
             others = [each for number, each in enumerate(used) if number != group]
             assert not any(each[block % len(slabs)] for each in others), f"{twin} is cached, and overwritten"
     assert len(cached) == num_found + sum(map(len, state.twins)), "a cached block cannot be found"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanovllm import demo_model_path
-from nanovllm.engine.stats import Counters
+from nanovllm.engine.stats import History, Load
 from nanovllm.jobs.errors import REFUSED, JobRefusedError
 from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.run import run as run_job
@@ -60,7 +60,7 @@ class FakeLLM:
         return RequestOutput(index, text, [1], None, [answer], error=error, index=index)
 
     def stats(self) -> EngineStats:
-        return summary(Counters(), 0, 0, 0, 0.0)
+        return summary(History(), Load(0, 0, 0, 0.0, 0.0))
 
     def close(self) -> None:
         pass

@@ -13,7 +13,7 @@ import torch
 from tensors import F32, randn
 from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor
 
-from nanovllm.batch import LogprobColumns
+from nanovllm.extras.columns import LogprobColumns
 from nanovllm.extras.kernels import logprobs
 from nanovllm.extras.kernels.logprobs import token_logprobs
 from nanovllm.kernels.logits import (

@@ -18,7 +18,8 @@ from typing import Any
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.errors import KVCacheMemoryError, ModelLoadError, attempt
+from nanovllm.checks import attempt
+from nanovllm.errors import KVCacheMemoryError, ModelLoadError
 
 KINDS = ("config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors")
 LIMIT = 60  # seconds for a folder to load or to be refused

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanovllm.attention.backends import ReferenceBackend, select
+from nanovllm.attention.backends import select
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.device import Device
 from nanovllm.flash_attn.backend import FlashAttnBackend
 

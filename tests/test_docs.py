@@ -28,6 +28,7 @@ from nanovllm.device import CPU_KV_CACHE_BYTES, SPARE_BYTES, Device
 from nanovllm.engine.startup import TABLE_BYTES
 from nanovllm.extras import structured_outputs
 from nanovllm.extras.structured_outputs import MAX_CHARS, MAX_CHOICES
+from nanovllm.formats.json_files import MAX_DEPTH, MAX_JSON_BYTES, MAX_VOCABULARY_BYTES
 from nanovllm.jobs import errors as job_errors
 from nanovllm.jobs.job import engine_fields
 from nanovllm.jobs.main import EPILOG, parse_args
@@ -35,7 +36,6 @@ from nanovllm.jobs.packed import MAX_RATIO, MAX_UNPACKED_FREELY
 from nanovllm.jobs.params import row_seed
 from nanovllm.jobs.parquet_pages import MAX_UNPACKED
 from nanovllm.jobs.sources import MAX_NESTING, MAX_ROW_BYTES
-from nanovllm.models.checkpoint import MAX_DEPTH, MAX_JSON_BYTES, MAX_VOCABULARY_BYTES
 from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import MAX_N, SamplingParams
 from nanovllm.vllm.arguments import (

@@ -24,8 +24,18 @@ else:  # pytest brings it
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = (".ci", "docs", "findings", "nanovllm", "tests", "tools")
-FILES = ("LICENSE", "MANIFEST.in", "README.md", "bench.py", "example.py", "pyproject.toml")
+FOLDERS = (".ci", ".github", "docs", "examples", "findings", "nanovllm", "tests", "tools")
+FILES = ("LICENSE", "MANIFEST.in", "README.md", "bench.py", "example.py", "pyproject.toml", "constraints.txt")
+FILES += (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "Makefile",
+    "mkdocs.yml",
+    "Dockerfile",
+    "Dockerfile.gpu",
+)
+FILES += (".dockerignore", ".pre-commit-config.yaml")
 JUNK = shutil.ignore_patterns("__pycache__", ".*_cache")
 
 
@@ -130,7 +140,7 @@ def done(command: Sequence[str | Path], folder: Path, environment: Mapping[str, 
 def test_mypy_finds_the_types_of_a_clone(beside: Path) -> None:
     mypy = [sys.executable, "-m", "mypy", "--python-executable", beside / "venv/bin/python", "script.py"]
     mypy += ["--ignore-missing-imports", "--follow-imports=silent", "--cache-dir", beside / "cache"]
-    assert 'Revealed type is "list[nanovllm.outputs.RequestOutput]"' in done(mypy, beside)
+    assert 'Revealed type is "list[nanovllm.answers.RequestOutput]"' in done(mypy, beside)
 
 
 @pytest.mark.full

@@ -1,6 +1,6 @@
 """Time several all-reduces of a decode step's activations over GPUs, in a CUDA graph, as in the engine.
 
-    python tools/bench_all_reduce.py --ranks 2 --hidden 4096
+    python -m tools.bench all-reduce --ranks 2 --hidden 4096
 
 Prints microseconds for each number of rows, in bfloat16; every rank's result is checked first.
 """

@@ -1,6 +1,6 @@
 """Time of the paged attention kernels alone: decode inside a CUDA graph, whole prompts as launched.
 
-python tools/bench_attention.py --q-heads 16 --kv-heads 8 --cache-dtype fp8
+python -m tools.bench attention --q-heads 16 --kv-heads 8 --cache-dtype fp8
 
 The calls rotate over several caches, so that no call finds its keys and values in the L2 cache.
 """
@@ -19,7 +19,7 @@ import torch
 from nanovllm.kernels.decode_attention import CHUNK, SHARED_CHUNK, SharedUnit, paged_decode_attention_triton
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
-from nanovllm.runner.shared_prefixes import find_shared_prefixes
+from nanovllm.shared_prefixes.finder import find_shared_prefixes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 ROTATE_BYTES = 2**30  # what the calls of a round read at least: many times an L2 cache

@@ -1,7 +1,7 @@
 """Time of sending one decode step to the workers: `Channel.send` on rank 0, and until each worker has the
 Batch.
 
-python tools/bench_channel.py --num-seqs 512 --width 16 --readers 2
+python -m tools.bench channel --num-seqs 512 --width 16 --readers 2
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Output tokens/s on a CPU: nanovllm, or another engine on the same prompts.
 
-    python -m tools.bench_cpu nanovllm MODEL --option quantization=int8
-    python -m tools.bench_cpu openvino FOLDER      # of optimum-cli export openvino -m MODEL FOLDER
-    python -m tools.bench_cpu llama_cpp FILE.gguf  # one sequence only
-    python -m tools.bench_cpu vllm MODEL --option dtype=bfloat16
-    python -m tools.bench_cpu transformers MODEL --option dtype=bfloat16  # one padded batch
+    python -m tools.bench cpu nanovllm MODEL --option quantization=int8
+    python -m tools.bench cpu openvino FOLDER      # of optimum-cli export openvino -m MODEL FOLDER
+    python -m tools.bench cpu llama_cpp FILE.gguf  # one sequence only
+    python -m tools.bench cpu vllm MODEL --option dtype=bfloat16
+    python -m tools.bench cpu transformers MODEL --option dtype=bfloat16  # one padded batch
 
 Prompts are common words, one token each in most vocabularies, with a fixed seed; temperature 0.6, and every
 answer has its full length. `long` counts words of prompts instead. `label-64-200` has 64 rows that share 200

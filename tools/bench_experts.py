@@ -1,6 +1,6 @@
 """Checks and times the kernels of a mixture of experts, with a sweep of their tiles, on one GPU.
 
-    python -m tools.bench_experts                  # about 80 seconds on an H100
+    python -m tools.bench experts                  # about 80 seconds on an H100
 
 Each kernel is compared with its twin first. Then one line for each product, shape and number of tokens: the
 best tile, its time, TB/s of the experts that are read and TFLOP/s, and what cuBLAS takes for as many rows of

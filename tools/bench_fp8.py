@@ -1,6 +1,6 @@
 """FP8 products on a GPU: kernels against their references, the times of tiles, and whole layers beside bf16.
 
-`python -m tools.bench_fp8 [check] [table] [tiles] [rows] [experts]`, by default all. Each part ends with its
+`python -m tools.bench fp8 [check] [table] [tiles] [rows] [experts]`, by default all. Each part ends with its
 time limit. A configuration that fails is printed and left out. --output FILE gets all times.
 """
 
@@ -350,6 +350,7 @@ def experts_of(num: int, n: int, k: int, group: int | None) -> Fp8Experts:
     return Fp8Experts(each.codes.view(num, n, k), each.scales.view(num, -1, *each.scales.shape[1:]))
 
 
+@torch.inference_mode()
 def main() -> None:
     """Run the parts that the command line names."""
     lines: list[str] = []
@@ -374,5 +375,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        main()
+    main()

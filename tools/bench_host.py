@@ -3,8 +3,8 @@
 Steps are planned, their inputs are built and copied, and each row gets a token at once. Prints processor time
 by part, for each prompt.
 
-    OMP_NUM_THREADS=1 python tools/bench_host.py --workload label-240
-    OMP_NUM_THREADS=1 python tools/bench_host.py --workload label-240 --profile
+    OMP_NUM_THREADS=1 python -m tools.bench host --workload label-240
+    OMP_NUM_THREADS=1 python -m tools.bench host --workload label-240 --profile
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import nanovllm
 from nanovllm.batch import Batch, StepKind, StepOutput
 from nanovllm.engine import startup
 from nanovllm.llm import LLM
-from nanovllm.runner.inputs import StepHandle, prepare_decode, prepare_prefill
+from nanovllm.runner.inputs import PendingOutput, prepare_decode, prepare_prefill
 from tools.benchmark.workloads import SYNTHETIC, write_shape
 
 BLOCKS = 2**20  # tokens of the KV cache
@@ -76,8 +76,9 @@ def without_device(llm: LLM) -> None:
     core = llm._executor
     runner = core.runner
 
-    def launch(batch: Batch) -> StepHandle:
-        batch = runner.layout.numbered(batch, runner.kv_cache.shape[2])
+    def launch(batch: Batch) -> PendingOutput:
+        if runner.layout.own_numbers:
+            batch = runner.layout.numbered(batch, runner.kv_cache.shape[2])
         if batch.kind is StepKind.DECODE:
             shared = None if runner.prefixes is None else runner.prefixes.find(batch)
             inputs = prepare_decode(batch, runner.block_size, shared)

@@ -1,6 +1,6 @@
 """Products with weights of 4 bits on a GPU: checks every kernel, then times all tiles beside bfloat16.
 
-`python -m tools.bench_int4` prints a line for each shape of Qwen3-8B and number of rows; the file of
+`python -m tools.bench int4` prints a line for each shape of Qwen3-8B and number of rows; the file of
 `--output` gets all timings. Weights come from beyond the L2 cache; times are of calls within a CUDA graph.
 """
 

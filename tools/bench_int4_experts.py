@@ -1,6 +1,6 @@
 """Times the products of experts with weights of 4 bits, with a sweep of their tiles, on one GPU.
 
-    python -m tools.bench_int4_experts             # about a minute on an H200
+    python -m tools.bench int4-experts             # about a minute on an H200
 
 One line for each product, shape and number of tokens: the three best tiles, TB/s of the experts that are
 read, and TFLOP/s; then both products with the best tiles of the same rows, with those that are chosen today,

@@ -1,11 +1,11 @@
 """The overhead of `nanovllm run` over `LLM.generate`, the gain of its order window, and the cost of columns.
 
-    python -m tools.bench_jobs overhead                       # the headline workload, 8 times over
-    python -m tools.bench_jobs order --prefix 4096 --rows 2048    # 20 shared prefixes in random order
-    python -m tools.bench_jobs overhead --cpu                 # the demo model and its problems
-    python -m tools.bench_jobs order --cpu --prefix 512 --rows 512 --tokens-out 16 --num-kvcache-blocks 256
-    python -m tools.bench_jobs columns --rows 100000       # copied or not; an engine that computes nothing
-    python -m tools.bench_jobs columns --rows 100000 --cpu --tokens-out 8    # with the demo model
+    python -m tools.bench jobs overhead                       # the headline workload, 8 times over
+    python -m tools.bench jobs order --prefix 4096 --rows 2048    # 20 shared prefixes in random order
+    python -m tools.bench jobs overhead --cpu                 # the demo model and its problems
+    python -m tools.bench jobs order --cpu --prefix 512 --rows 512 --tokens-out 16 --num-kvcache-blocks 256
+    python -m tools.bench jobs columns --rows 100000       # copied or not; an engine that computes nothing
+    python -m tools.bench jobs columns --rows 100000 --cpu --tokens-out 8    # with the demo model
 
 Without --cpu it uses dummy weights of a Qwen3 shape. The rows are token ids in a JSON Lines file. They run as
 a job with an engine that is already loaded, so that loading does not count. The last line of output is JSON.
@@ -22,10 +22,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.engine.stats import Counters
+from nanovllm.engine.stats import History, Load
 from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.run import run as run_job
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -70,6 +71,7 @@ class Nothing:
 
     tokenizer = None
     on_step: Any = None
+    model_config = SimpleNamespace(max_model_len=2**20)
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0)
@@ -81,7 +83,7 @@ class Nothing:
             yield RequestOutput(str(index), prompt["prompt"], [1], None, [answer], index=index)
 
     def stats(self) -> EngineStats:
-        return summary(Counters(), 0, 0, 0, 0.0)
+        return summary(History(), Load(0, 0, 0, 0.0, 0.0))
 
     def reset_prefix_cache(self) -> None:
         pass

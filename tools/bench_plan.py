@@ -1,8 +1,8 @@
 """Time of planning on the host, without a device: schedule + postprocess of a step of decoding sequences, or
 of a whole run over prompts, of which the first tokens are shared.
 
-    python tools/bench_plan.py --num-seqs 512
-    python tools/bench_plan.py --prompts 4096 --shared 200 --block-size 64
+    python -m tools.bench plan --num-seqs 512
+    python -m tools.bench plan --prompts 4096 --shared 200 --block-size 64
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from array import array
 
 import numpy as np
 
 from nanovllm.batch import StepKind, StepOutput
 from nanovllm.config import Config
-from nanovllm.plan.room import Room
+from nanovllm.kv_group import Room
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -31,7 +32,7 @@ def measure_run(args: argparse.Namespace) -> None:
     ids = rng.integers(0, 150_000, (args.prompts, args.length), dtype=np.int32)
     ids[:, : args.shared] = ids[0, : args.shared]
     for seq_id, row in enumerate(ids):
-        scheduler.add(Sequence(seq_id, row.tolist(), params, seq_id, frozenset({5})))
+        scheduler.add(Sequence(seq_id, array("i", row.tolist()), params, seq_id, frozenset({5})))
     drawn = np.full((args.num_seqs, 1), 7)
     computed, in_flight, start = 0, None, time.process_time()
     while not scheduler.is_finished():
@@ -68,7 +69,7 @@ def main() -> None:
     scheduler = Scheduler(config, Room(args.num_seqs * 16, args.block_size, 4096))
     params = SamplingParams(temperature=0.6, max_tokens=3000, ignore_eos=True)
     for seq_id in range(args.num_seqs):  # different lengths, so that blocks fill at different steps
-        scheduler.add(Sequence(seq_id, [1] * (100 + seq_id), params, seq_id, frozenset({5})))
+        scheduler.add(Sequence(seq_id, array("i", [1] * (100 + seq_id)), params, seq_id, frozenset({5})))
     output = StepOutput(np.full((args.num_seqs, 1), 7))
     in_flight = None
     times = {"schedule": [], "postprocess": [], "both": []}

@@ -1,8 +1,8 @@
 """The gain of replicas: bench.py on one GPU and on several, and prefix routing compared with round robin.
 
-    python tools/bench_replicas.py              # two GPUs; --data-parallel-size 4 for more
-    python tools/bench_replicas.py --share-gpu  # prefix routing alone, with both replicas on one GPU
-    python tools/bench_replicas.py --cpu        # all with the demo model, as a test
+    python -m tools.bench replicas              # two GPUs; --data-parallel-size 4 for more
+    python -m tools.bench replicas --share-gpu  # prefix routing alone, with both replicas on one GPU
+    python -m tools.bench replicas --cpu        # all with the demo model, as a test
 
 Each figure comes from a separate run of bench.py. Prints output tokens/s, and the ratios.
 """

@@ -1,8 +1,8 @@
 """The cost of sampling settings: a workload with a setting in every row, and n=16 against 16 equal prompts.
 
-    python -m tools.bench_sampling --tokenizer FOLDER        # on a GPU: bench.py's headline, dummy weights
-    python -m tools.bench_sampling --cpu                     # the demo model and its problems
-    python -m tools.bench_sampling --cpu --only logprobs=5 --only json
+    python -m tools.bench sampling --tokenizer FOLDER        # on a GPU: bench.py's headline, dummy weights
+    python -m tools.bench sampling --cpu                     # the demo model and its problems
+    python -m tools.bench sampling --cpu --only logprobs=5 --only json
 
 All settings run in turn in one engine: a warm-up run of each, then --repeat rounds; the results are medians.
 Stop strings and schemas need text: without --tokenizer they are left out. `bench.py --sampling` times any

@@ -1,7 +1,7 @@
 """The table of docs/benchmarks.md for one GPU: all its workloads in turn, in one process and at one commit.
 
-    python -m tools.bench_table                       # about 8 minutes on an H200
-    python -m tools.bench_table --only single --only few --runs 9
+    python -m tools.bench table                       # about 8 minutes on an H200
+    python -m tools.bench table --only single --only few --runs 9
 
 Dummy weights in bfloat16, the engine's defaults, up to 1,024 sequences at once. Before its timed runs a
 workload runs once with short outputs; every run has new ids. Prints a line of Markdown for each row: the

@@ -1,7 +1,7 @@
 """Attention with windows, softcaps and sinks on a GPU: kernels against their twins, launch choices, times.
 
-    python -m tools.bench_windows            # everything; --output FILE also writes it to a file
-    python -m tools.bench_windows --plain    # only full attention, which runs on any commit, to compare two
+    python -m tools.bench windows            # everything; --output FILE also writes it to a file
+    python -m tools.bench windows --plain    # only full attention, which runs on any commit, to compare two
 
 Decode runs inside a CUDA graph whose calls read different blocks, so that the L2 cache is cold.
 """

@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.outputs import RequestOutput, unlisted
+from nanovllm.answers import RequestOutput, unlisted
 
 _FEW = 16  # prompts that transformers and nanovllm score at once
 

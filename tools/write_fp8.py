@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from nanovllm.attention.backends import ReferenceBackend
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.device import Device
 from nanovllm.formats.fp8.loading import Stored, quantise_weight
 from nanovllm.layers.weights import allocate

@@ -22,10 +22,9 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.activation import Activation
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.hf_config import HFConfig
+from nanovllm.models.config import HFConfig, ModelConfig
 from nanovllm.models.registry import get_family, load_model_config, open_checkpoint
-from nanovllm.quantization.unquantized import QuantConfig
+from nanovllm.quantization.config import QuantConfig
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

@@ -1,32 +1,22 @@
-"""The attention backends, and the choice of an engine's backend.
+"""AttentionBackend: the interface; Triton's; and the choice of an engine's backend.
 
 Triton runs on any GPU that it supports, without an extra package; without a GPU only in its interpreter
-(TRITON_INTERPRET=1), for tests. The reference is plain torch: the CPU path, and the oracle of tests.
-Others are doors, which `doors.BACKENDS` names.
+(TRITON_INTERPRET=1), for tests. `doors.BACKENDS` names all.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
 from nanovllm import doors
-from nanovllm.attention.base import (
-    FEATURES,
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionSpec,
-)
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec
 from nanovllm.device import Device
 from nanovllm.doors import Table
-from nanovllm.kernels.attention_reference import (
-    Gathered,
-    decode_attend_reference,
-    decode_gather_reference,
-    paged_prefill_attention_reference,
-)
 from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
 from nanovllm.kernels.decode_attention import (
     Shared,
@@ -34,17 +24,86 @@ from nanovllm.kernels.decode_attention import (
     paged_decode_attention_triton,
     shared_unit,
 )
-from nanovllm.kernels.paged import PLAIN, KVCache, Variant
+from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
 
 logger = logging.getLogger("nanovllm")
 
 
-def _variant(spec: AttentionSpec, sinks: torch.Tensor | None) -> Variant:
-    """What attention does beyond a causal softmax; PLAIN itself if nothing."""
-    if spec.window is None and spec.softcap is None and sinks is None:
-        return PLAIN
-    return Variant(spec.window, spec.softcap, sinks)
+FEATURES = ("window", "softcap", "sinks", "kv_from")  # fields of AttentionSpec that a backend may not support
+
+
+class AttentionBackend(ABC):
+    """Attends over the paged cache, which already holds this step's keys and values.
+
+    Cells without a live token may hold NaN. With `deterministic` the bits of a row do not depend on other
+    rows. What a backend can do stands in its class: these constants, and `unavailable`.
+    """
+
+    name: ClassVar[str]
+    block_size_multiple: ClassVar[int]
+    default_block_size: ClassVar[int]
+    supports_cuda_graph: ClassVar[bool] = True  # a decode step only launches kernels
+    head_dims: ClassVar[range] = range(8, 257, 8)
+    features: ClassVar[frozenset[str]] = frozenset()  # the fields among FEATURES that it computes
+    heads_first: ClassVar[bool] = False  # a block's memory is [KV heads, block_size, head_dim]
+    window_tile: ClassVar[int] = 1  # reading begins at a multiple of this, at or before a window's start
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+
+    @classmethod
+    @abstractmethod
+    def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+        """Return the reason why this backend cannot run here, or None if it can."""
+
+    @classmethod
+    def unsupported(cls, specs: Sequence[AttentionSpec]) -> str | None:
+        """Return what this backend cannot compute, with the layer; None if it can compute all layers."""
+        for layer, spec in enumerate(specs):
+            for name in FEATURES:
+                value = getattr(spec, name)
+                if value is not None and value is not False and name not in cls.features:
+                    return f"layer {layer} has {name}={value}, which it does not support"
+            if spec.head_dim not in cls.head_dims:
+                most, step = cls.head_dims[-1], cls.head_dims.step
+                return (
+                    f"it supports head_dim up to {most} in steps of {step}, and head_dim is {spec.head_dim} "
+                    f"in layer {layer}"
+                )
+        return None
+
+    def shared_unit(
+        self, spec: AttentionSpec, cache_dtype: torch.dtype, device: torch.device
+    ) -> SharedUnit | None:
+        """How to group sequences with shared prefixes; None: not supported."""
+        return None
+
+    @abstractmethod
+    def forward(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the causal attention of q [T, num_heads, head_dim] as a new tensor of the same shape.
+
+        The cache already holds the keys and values of the step's tokens. sinks: [num_heads] of q's dtype, if
+        the spec has them.
+        """
+
+    def replace(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """As `forward` in a prefill step, but the result overwrites q, which is contiguous."""
+        q.copy_(self.forward(q, cache, meta, spec, sinks))
 
 
 class TritonBackend(AttentionBackend):
@@ -79,20 +138,41 @@ class TritonBackend(AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        variant = _variant(spec, sinks)
-        if meta.prefill is None:
-            shared = meta.shared if spec.window is None else None
-            return paged_decode_attention_triton(
-                q,
-                cache,
-                meta.block_tables,
-                meta.context_lens,
-                meta.max_seqlen_k,
-                spec.scale,
-                None if shared is None else Shared(**vars(shared)),
-                invariant=self.deterministic,
-                variant=variant,
-            )
+        if meta.prefill is not None:
+            return self._prefill(q, cache, meta, spec, sinks)
+        shared = meta.shared if spec.window is None else None
+        return paged_decode_attention_triton(
+            q,
+            cache,
+            meta.block_tables,
+            meta.context_lens,
+            meta.max_seqlen_k,
+            spec.scale,
+            None if shared is None else Shared(**vars(shared)),
+            invariant=self.deterministic,
+            variant=spec.variant(sinks),
+        )
+
+    def replace(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self._prefill(q, cache, meta, spec, sinks, q)
+
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert meta.prefill is not None
         return paged_prefill_attention_triton(
             q,
             cache,
@@ -102,56 +182,8 @@ class TritonBackend(AttentionBackend):
             meta.prefill.max_seqlen_q,
             spec.scale,
             invariant=self.deterministic,
-            variant=variant,
-        )
-
-
-class ReferenceBackend(AttentionBackend):
-    """Gathers keys and values into dense tensors. Works on every device; fast only on a CPU."""
-
-    name = "reference"
-    block_size_multiple = 1
-    default_block_size = 16
-    supports_cuda_graph = False  # it reads lengths on the host
-    head_dims = range(1, 2**31)
-    features = frozenset(FEATURES)
-
-    def __init__(self, deterministic: bool = False) -> None:
-        super().__init__(deterministic)
-        self._lens: torch.Tensor | None = None  # of the last step, with what was gathered, by window
-        self._gathered: dict[int | None, Gathered] = {}
-
-    @classmethod
-    def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
-        return None
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        cache: KVCache,
-        meta: AttentionMetadata,
-        spec: AttentionSpec,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        variant = _variant(spec, sinks)
-        if meta.prefill is None:
-            if self._lens is not meta.context_lens:
-                self._lens, self._gathered = meta.context_lens, {}
-            gathered = self._gathered.get(spec.window)
-            if gathered is None:  # once per step, not per layer
-                gathered = self._gathered[spec.window] = decode_gather_reference(
-                    meta.block_tables, meta.context_lens, meta.max_seqlen_k, cache.k.shape[1], spec.window
-                )
-            return decode_attend_reference(q, cache, gathered, spec.scale, variant)
-        return paged_prefill_attention_reference(
-            q,
-            cache,
-            meta.block_tables,
-            meta.prefill.cu_seqlens_q,
-            meta.context_lens,
-            meta.prefill.max_seqlen_q,
-            spec.scale,
-            variant,
+            variant=spec.variant(sinks),
+            out=out,
         )
 
 

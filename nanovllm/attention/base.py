@@ -1,24 +1,20 @@
-"""What a layer's attention computes, the interface of the backends that do, and their metadata.
+"""What a layer's attention computes, and the columns of a step that it reads.
 
 Owns no kernel and no state.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Generic, Literal
+from typing import Annotated, Generic, Literal
 
 import numpy as np
 import torch
 
 from nanovllm.attention.rotary import RopeConfig
 from nanovllm.batch import NO_SLOT, PADDING, A, Column
-from nanovllm.device import Device
-from nanovllm.kernels.decode_attention import SharedUnit
 from nanovllm.kernels.kinds import Kinds
-from nanovllm.kernels.paged import KVCache
+from nanovllm.kernels.paged import PLAIN, Variant
 
 
 def cache_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
@@ -54,6 +50,12 @@ class AttentionSpec:
                 raise ValueError(f"{name}={value} must be positive, or None")
         if not self.scale:
             object.__setattr__(self, "scale", self.head_dim**-0.5)
+
+    def variant(self, sinks: torch.Tensor | None) -> Variant:
+        """What it does beyond a causal softmax, for kernels; PLAIN itself if nothing."""
+        if self.window is None and self.softcap is None and sinks is None:
+            return PLAIN
+        return Variant(self.window, self.softcap, sinks)
 
     def of_rank(self, ranks: int) -> AttentionSpec:
         """The same for one of `ranks` ranks, which split the heads."""
@@ -143,68 +145,5 @@ class StepColumns(AttentionColumns[A]):
     halves: tuple[AttentionColumns[A], AttentionColumns[A]] | None = None  # the same tokens in two parts
 
 
-FEATURES = ("window", "softcap", "sinks", "kv_from")  # fields of AttentionSpec that a backend may not support
 AttentionMetadata = AttentionColumns[torch.Tensor]
 StepMetadata = StepColumns[torch.Tensor]
-
-
-class AttentionBackend(ABC):
-    """Attends over the paged cache, which already holds this step's keys and values.
-
-    Cells without a live token may hold NaN. With `deterministic` the bits of a row do not depend on other
-    rows. What a backend can do stands in its class: these constants, and `unavailable`.
-    """
-
-    name: ClassVar[str]
-    block_size_multiple: ClassVar[int]
-    default_block_size: ClassVar[int]
-    supports_cuda_graph: ClassVar[bool] = True  # a decode step only launches kernels
-    head_dims: ClassVar[range] = range(8, 257, 8)
-    features: ClassVar[frozenset[str]] = frozenset()  # the fields among FEATURES that it computes
-    heads_first: ClassVar[bool] = False  # a block's memory is [KV heads, block_size, head_dim]
-    window_tile: ClassVar[int] = 1  # reading begins at a multiple of this, at or before a window's start
-
-    def __init__(self, deterministic: bool = False) -> None:
-        self.deterministic = deterministic
-
-    @classmethod
-    @abstractmethod
-    def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
-        """Return the reason why this backend cannot run here, or None if it can."""
-
-    @classmethod
-    def unsupported(cls, specs: Sequence[AttentionSpec]) -> str | None:
-        """Return what this backend cannot compute, with the layer; None if it can compute all layers."""
-        for layer, spec in enumerate(specs):
-            for name in FEATURES:
-                value = getattr(spec, name)
-                if value is not None and value is not False and name not in cls.features:
-                    return f"layer {layer} has {name}={value}, which it does not support"
-            if spec.head_dim not in cls.head_dims:
-                most, step = cls.head_dims[-1], cls.head_dims.step
-                return (
-                    f"it supports head_dim up to {most} in steps of {step}, and head_dim is {spec.head_dim} "
-                    f"in layer {layer}"
-                )
-        return None
-
-    def shared_unit(
-        self, spec: AttentionSpec, cache_dtype: torch.dtype, device: torch.device
-    ) -> SharedUnit | None:
-        """How to group sequences with shared prefixes; None: not supported."""
-        return None
-
-    @abstractmethod
-    def forward(
-        self,
-        q: torch.Tensor,
-        cache: KVCache,
-        meta: AttentionMetadata,
-        spec: AttentionSpec,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the causal attention of q [T, num_heads, head_dim] as a new tensor of the same shape.
-
-        The cache already holds the keys and values of the step's tokens. sinks: [num_heads] of q's dtype, if
-        the spec has them.
-        """

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from nanovllm.answers import RequestOutput
 from nanovllm.chat.conversations import (
     Conversation,
     Thinking,
@@ -13,17 +14,16 @@ from nanovllm.chat.conversations import (
     parse_conversations,
     render_conversations,
 )
-from nanovllm.engine.generate import Generation
-from nanovllm.errors import BadRow, raise_first
-from nanovllm.inputs import calls_of_llm, check_on_error, refuse_others
+from nanovllm.checks import BadRow, check_on_error, raise_first
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.inputs import calls_of_llm, refuse_others
 from nanovllm.lifecycle import no_full_collections
-from nanovllm.outputs import RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.text.prompts import Prompt
 
 
 @calls_of_llm
-class ChatCalls(Generation):
+class ChatCalls(LLMEngine):
     """An engine that answers conversations."""
 
     def chat(
@@ -70,16 +70,15 @@ class ChatCalls(Generation):
             Thinking(enable_thinking, reasoning_effort),
         )
         with no_full_collections():
-            prompts, where = self._rendered(messages, on_error, options)
-            return self._generate(prompts, where, sampling_params, use_tqdm, on_error)
+            prompts = self._rendered(messages, on_error, options)
+            return self._generate(prompts, sampling_params, use_tqdm, on_error)
 
     def _rendered(
         self, messages: Conversation | Iterable[Conversation], on_error: str, options: Mapping[str, Any]
-    ) -> tuple[list[Prompt | BadRow], list[str]]:
-        """The prompts of conversations, and their names in errors. options: of `check_template_options`."""
+    ) -> list[Prompt | BadRow]:
+        """The prompts of conversations. options: of `check_template_options`."""
         assert self.tokenizer is not None
         conversations = parse_conversations(messages)
         if on_error == "raise":
             raise_first(conversations)
-        prompts = render_conversations(self.tokenizer, conversations, options, self._processor.templates)
-        return prompts, [f"conversation {index}" for index in range(len(prompts))]
+        return render_conversations(self.tokenizer, conversations, options, self._processor.templates)

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nanovllm.chat.message_forms import Forms
 from nanovllm.chat.templates import PLAIN, TemplateError, TemplateProcess, plain
-from nanovllm.errors import BadRow, attempt
+from nanovllm.checks import BadRow, attempt
+from nanovllm.inputs import show, to_list
 from nanovllm.reasoning.messages import fit_reasoning
 from nanovllm.reasoning.templates import thinking_variables
-from nanovllm.text.prompts import Prompt, check_text, show, to_list
+from nanovllm.text.prompts import Prompt, check_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -281,7 +282,11 @@ def render_conversations(
     good = [row for row, each in enumerate(texts) if not isinstance(each, Exception)]
     if type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base":
         given = attempt(_plain_arguments, tokenizer, [texts[row] for row in good], options)
-        rendered: list[Any] = [given] * len(good) if isinstance(given, Exception) else process.render(*given)
+        if isinstance(given, Exception):
+            rendered: list[Any] = [given] * len(good)
+        else:
+            text, special, plain_texts, applied = given
+            rendered = process.render(text, special, plain_texts, applied)
     else:
         forms = Forms(partial(_applied, tokenizer, {**options, **PLAIN}))
         rendered = [_apply(tokenizer, forms, texts[row], options) for row in good]
@@ -361,4 +366,4 @@ def _as_prompt(text: Any, where: str, name: str, tools: Any) -> Prompt:
     if isinstance(text, Exception):
         raise text
     check_text(text, where)
-    return Prompt(str(text), None, add_special_tokens=False, tools=tools)
+    return Prompt(str(text), None, add_special_tokens=False, tools=tools, where=where)

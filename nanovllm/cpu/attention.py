@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.attention.base import FEATURES, AttentionBackend, AttentionMetadata, AttentionSpec
+from nanovllm.attention.backends import FEATURES, AttentionBackend
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec
 from nanovllm.cpu import isa
 from nanovllm.device import Device
 from nanovllm.kernels.compat import cpu_kernel
-from nanovllm.kernels.paged import KVCache, Variant
+from nanovllm.kernels.paged import KVCache
 
 
 class CPUBackend(AttentionBackend):
@@ -39,7 +40,7 @@ class CPUBackend(AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        variant = Variant(spec.window, spec.softcap, sinks)
+        variant = spec.variant(sinks)
         tables, lens = meta.block_tables, meta.context_lens
         done: torch.Tensor
         if meta.prefill is None:

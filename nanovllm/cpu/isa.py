@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from functools import lru_cache
 from importlib.util import find_spec
 
+from nanovllm.device import cpu_kernels
+
 logger = logging.getLogger("nanovllm")
 
 VARIABLE = "NANOVLLM_CPU_ISA"
@@ -46,10 +48,11 @@ _other: ContextVar[str] = ContextVar("other_level", default="")
 @contextmanager
 def compiling_for(level: str) -> Iterator[None]:
     """Within this block `level` is that of the machine that code is compiled for, perhaps another one."""
-    token = _other.set(level)
+    token, answer = _other.set(level), cpu_kernels.set(None)
     try:
         yield
     finally:
+        cpu_kernels.reset(answer)
         _other.reset(token)
 
 
@@ -74,6 +77,7 @@ def _own_level() -> str:
 
 def forget() -> None:
     """Ask for the level again, as a new process would."""
+    cpu_kernels.set(None)
     _own_level.cache_clear()
     cpu_features.cache_clear()
     say_what_is_missing.cache_clear()

@@ -12,19 +12,19 @@ from math import inf
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
+from nanovllm.answers import RequestOutput
 from nanovllm.batch import Batch, StepKind, TokenEvents
 from nanovllm.device import Device
-from nanovllm.engine.executor import Load, Stepped
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
-from nanovllm.engine.stats import StepStats, pairs_of
+from nanovllm.engine.stats import Load, StepStats, pairs_of
+from nanovllm.kv_group import Room
 from nanovllm.lifecycle import held_interrupts
-from nanovllm.outputs import RequestOutput
-from nanovllm.plan.room import Room
 from nanovllm.plan.scheduler import Scheduler
-from nanovllm.runner.inputs import StepHandle
+from nanovllm.runner.inputs import PendingOutput
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.ranks import RankSetup, start_ranks
+from nanovllm.runner.ranks import RankSetup
+from nanovllm.runner.start import start_ranks
 from nanovllm.text.prompts import Request
 
 
@@ -34,7 +34,7 @@ class _LaunchedStep(NamedTuple):
     batch: Batch
     num_cached_tokens: int
     num_preemptions: int
-    handle: StepHandle | None  # None: its tokens are not drawn yet
+    handle: PendingOutput | None  # None: its tokens are not drawn yet
 
 
 class Core:
@@ -63,7 +63,7 @@ class Core:
             config.max_num_batched_tokens,
         )
         self.scheduler = Scheduler(config, self.room)
-        self.requests = Requests(model.processor, config.seed)
+        self.requests = Requests(model.processor, config.seed, config.return_routed_experts)
         self._run_ahead = device.is_cuda if config.async_scheduling is None else config.async_scheduling
         self._arrived: deque[tuple[Request, float]] = (
             deque()
@@ -71,13 +71,24 @@ class Core:
         self._num_arrived = 0  # sequences that these will have
         self._in_flight: _LaunchedStep | None = None
         self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came
+        self._peak_usage = 0.0
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.requests) + len(self._arrived)
 
     @property
     def load(self) -> Load:
-        plan = self.scheduler
-        num_requests = len(self.requests) + len(self._arrived)
-        running = len(plan.running) + len(plan.ending)
-        return Load(num_requests, running, len(plan.waiting) + self._num_arrived, plan.block_manager.usage)
+        usage = self.scheduler.block_manager.usage
+        return Load(self.num_requests, self._num_running, self._num_waiting, usage, self._peak_usage)
+
+    @property
+    def _num_running(self) -> int:
+        return len(self.scheduler.running) + len(self.scheduler.ending)
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self.scheduler.waiting) + self._num_arrived
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -85,7 +96,7 @@ class Core:
         now = perf_counter()
         if not (self.requests or self._arrived):
             self._last_end = now
-            self.requests.yields_deltas = deltas
+            self.requests.yield_parts(deltas)
         self._arrived.extend([(request, now) for request in requests])
         self._num_arrived += sum([request.params.n for request in requests])
 
@@ -107,7 +118,7 @@ class Core:
         for seq_id in seq_ids:
             self.scheduler.abort(seq_id)
         aborted = self.requests.finish(seq_ids, perf_counter())
-        parts = self.requests.parts(TokenEvents([], [], {}), seq_ids, aborted)
+        parts = self.requests.yielded(TokenEvents([], [], {}), seq_ids, aborted)
         return next(iter(aborted), None), parts
 
     def clear(self, failed: bool = False) -> bool:
@@ -122,13 +133,13 @@ class Core:
         self.requests.clear()
         return not self.ranks.has_ended
 
-    def step(self) -> Stepped:
+    def step(self) -> tuple[list[RequestOutput], StepStats | None]:
         """Launch the next step, then read the previous one; without `async_scheduling`, read the same one."""
         with held_interrupts(), self._device.current():
             launched = self._plan()
             if launched is not None:
                 launched = launched._replace(handle=self.ranks.run(ModelRunner.launch, launched.batch))
-            peak_usage = self.scheduler.block_manager.usage
+            self._peak_usage = max(self._peak_usage, self.scheduler.block_manager.usage)
             step = self._in_flight if self._run_ahead else self._drawn(launched)
             if step is not None:
                 assert step.handle is not None
@@ -139,8 +150,11 @@ class Core:
             if self._run_ahead:
                 self._in_flight = self._drawn(launched)
             if step is None:
-                return Stepped([], peak_usage)
-            return self._finished(step, events, now, peak_usage)
+                return [], None
+            return self._finished(step, events, now)
+
+    def share(self, stats: StepStats) -> StepStats:
+        return stats
 
     def _plan(self) -> _LaunchedStep | None:
         """Plan the next step, which must be launched then; None if nothing can be planned."""
@@ -163,7 +177,9 @@ class Core:
         masks = self.scheduler.masks(step.batch, self.runner.mask_buffer)
         return step._replace(handle=self.ranks.run(ModelRunner.draw, masks))
 
-    def _finished(self, step: _LaunchedStep, events: TokenEvents, now: float, peak_usage: float) -> Stepped:
+    def _finished(
+        self, step: _LaunchedStep, events: TokenEvents, now: float
+    ) -> tuple[list[RequestOutput], StepStats]:
         """What a step gave that was read at `now`."""
         seconds, self._last_end = now - self._last_end, now
         if step.batch.kind is StepKind.PREFILL:
@@ -173,7 +189,6 @@ class Core:
             self.scheduler.abort(seq_id, reason)
         ended = events.finish_reasons | stopped
         outputs = self.requests.finish(ended, now)
-        load = self.load
         stats = StepStats(
             kind=step.batch.kind,
             num_seqs=len(step.batch.seq_ids),
@@ -183,12 +198,12 @@ class Core:
             num_drawn_tokens=len(events.token_ids),
             num_cached_tokens=step.num_cached_tokens,
             num_finished=len(outputs),
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            kv_cache_usage=load.kv_cache_usage,
+            num_running=self._num_running,
+            num_waiting=self._num_waiting,
+            kv_cache_usage=self.scheduler.block_manager.usage,
             num_preemptions=step.num_preemptions,
         )
-        return Stepped(self.requests.parts(events, ended, outputs), peak_usage, stats, stats)
+        return self.requests.yielded(events, ended, outputs), stats
 
     # -- between requests ------------------------------------------------------------------------------------
 

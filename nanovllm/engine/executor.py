@@ -5,39 +5,25 @@ It speaks of requests, never of tokens or blocks. It admits no callers: the engi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from nanovllm.engine.stats import StepStats
-from nanovllm.outputs import RequestOutput
-from nanovllm.plan.room import Room
+from nanovllm.answers import RequestOutput
+from nanovllm.engine.stats import Load, StepStats
+from nanovllm.kv_group import Room
 from nanovllm.text.prompts import Request
 
 
-class Load(NamedTuple):
-    """What an executor has to do, now."""
-
-    num_requests: int  # unfinished
-    num_running: int  # sequences
-    num_waiting: int  # sequences
-    kv_cache_usage: float  # share of the blocks that sequences hold
-
-
-class Stepped(NamedTuple):
-    """The results of one call of `step`."""
-
-    outputs: list[RequestOutput]  # of requests that ended; in a stream with deltas, new parts of all answers
-    peak_usage: float  # of the KV cache: when a step is planned, it is highest
-    stats: StepStats | None = None  # of the step that finished, if any
-    share: StepStats | None = None  # the same as a part of the whole: replicas run steps in parallel
-
-
 class Executor(Protocol):
-    """Its methods are called by one thread at a time; any thread may read `load` and `asleep`.
+    """Its methods are called by one thread at a time; any thread may read its properties.
 
     After an exception, call `clear` before anything else.
     """
 
     room: Room  # which prompts fit
+
+    @property
+    def num_requests(self) -> int:
+        """Unfinished ones."""
 
     @property
     def load(self) -> Load: ...
@@ -52,9 +38,13 @@ class Executor(Protocol):
         """Queue requests that fit. deltas: whether steps return parts of answers; alike for all unfinished
         requests."""
 
-    def step(self) -> Stepped:
-        """Launch the next step, and return what an earlier one gave. Ctrl-C is delayed until all ranks have
-        made the same calls."""
+    def step(self) -> tuple[list[RequestOutput], StepStats | None]:
+        """Launch the next step, and return what an earlier one gave, if one has finished: outputs of requests
+        that ended, or in a stream with deltas the new parts of all answers. Ctrl-C is delayed until all ranks
+        have made the same calls."""
+
+    def share(self, stats: StepStats) -> StepStats:
+        """A step that `step` returned last, as a part of the whole: replicas run steps in parallel."""
 
     def abort(self, request_id: str | int) -> tuple[RequestOutput | None, list[RequestOutput]]:
         """End a request. Return its output so far, None if it is unknown or finished; and what a stream

@@ -1,28 +1,64 @@
-"""Generation: lists of prompts and streams of them, each answered by steps of the engine.
+"""Generation: answers lists of prompts, each by steps of the executor.
 
-Checks all before anything runs, and leaves the engine empty. Reads no conversation and no table.
+Checks everything before anything runs, numbers requests, and leaves the engine empty. Reads no conversation
+and no table. `LLMEngine` makes what it works with.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.progress import LengthHint, Progress
-from nanovllm.errors import BadRow, EngineClosedError, raise_first
-from nanovllm.inputs import PromptLike, calls_of_llm, check_on_error, given_prompts, refuse_others
-from nanovllm.lifecycle import no_full_collections
-from nanovllm.outputs import RequestOutput
+from nanovllm.answers import RequestOutput
+from nanovllm.checks import BadRow, attempt, check_on_error, raise_first
+from nanovllm.config import Config
+from nanovllm.engine.executor import Executor
+from nanovllm.engine.requests import refused_output
+from nanovllm.engine.startup import recommended_params
+from nanovllm.engine.stats import History, LengthHint, Progress, StepStats, progress_of
+from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
+from nanovllm.lifecycle import Lifecycle, no_full_collections
+from nanovllm.models.config import ModelConfig
 from nanovllm.params import SamplingParams
-from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, Request, parse_prompts
+from nanovllm.text.processor import Processor
+from nanovllm.text.prompts import (
+    Prompt,
+    Request,
+    given_prompts,
+    parse_prompts,
+    parse_sampling_params,
+)
+
+
+def asleep_error(sleeping: Collection[str], why: str = "") -> RuntimeError:
+    """The error of a call that needs what sleeps."""
+    names = " and ".join(sorted(sleeping, reverse=True))
+    return RuntimeError(f"this engine sleeps ({names}); call wake_up() first{why}")
 
 
 @calls_of_llm
-class Generation(LLMEngine):
+class Generation:
     """An engine that answers many prompts in one call."""
+
+    on_step: Callable[[StepStats], object] | None = None
+    config: Config
+    model_config: ModelConfig
+    _defaults: dict[str, Any]  # sampling parameters that the model recommends
+    _processor: Processor
+    _executor: Executor
+    _lifecycle: Lifecycle
+    _history: History
+    _next_id = 0  # of the next request
+    _awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The defaults for `sampling_params`, from the model's generation_config.json, see `Config`.
+
+        ValueError or TypeError if a value there is wrong.
+        """
+        return recommended_params(self._defaults)
 
     def generate(
         self,
@@ -51,29 +87,29 @@ class Generation(LLMEngine):
         `add_request` are unfinished, because their answers would be lost.
         """
         self._lifecycle.check_open()
-        refuse_others(Generation.generate, others)
+        if others:
+            refuse_others(Generation.generate, others)
         with no_full_collections():
-            rows, where = parse_prompts(given_prompts(prompts, prompt_token_ids))
-            return self._generate(rows, where, sampling_params, use_tqdm, on_error)
+            rows = parse_prompts(given_prompts(prompts, prompt_token_ids))
+            return self._generate(rows, sampling_params, use_tqdm, on_error)
 
     def _generate(
         self,
         prompts: list[Prompt | BadRow],
-        where: list[str],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         on_error: str,
         change: Callable[[Request], Request] = lambda request: request,
     ) -> list[RequestOutput]:
-        """As `generate`. where: the name of each prompt in errors. change: applied to each request first."""
+        """As `generate`. change: applied to each request first."""
         check_on_error(on_error)
-        progress = Progress(len(prompts), use_tqdm)
+        progress = progress_of(len(prompts), use_tqdm)
         params = self._params(sampling_params, len(prompts))
         if on_error == "raise":
             raise_first([*prompts, *params])
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
-            requests, outputs = self._check(PromptBatch(0, prompts, params, where), on_error, change)
+            requests, outputs = self._check(prompts, params, 0, on_error, change)
             with self._emptied_on_error(), progress:
                 self._add(requests)
                 progress.refused(len(outputs))
@@ -85,68 +121,132 @@ class Generation(LLMEngine):
         hint.say()
         return outputs
 
-    def stream(
-        self,
-        prompts: PromptLike | Iterable[PromptLike],
-        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
-        on_error: str = "raise",
-        *,
-        deltas: bool = False,
-    ) -> Iterator[RequestOutput]:
-        """Yield the answer to each prompt as soon as it is finished; its `index` is the prompt's index.
+    # -- inside ------------------------------------------------------------------------------------------
 
-        prompts, on_error: as for `generate`; an iterable of any length. Prompts are read and tokenised in
-        batches between steps, while the device works, at most 2 * `max_num_seqs` ahead of the outputs that
-        the caller has taken.
-        sampling_params: one for all prompts, or an iterable with one for each.
-        deltas: yield parts of answers. Each output then holds what is new since the previous output of the
-        same prompt: `outputs` lists the completions that changed, by `index`, each with its new text and
-        tokens. Until the last part `finish_reason` is None and `finished` is False. The last part also has
-        values that come once, such as `metrics` and `cumulative_logprob`. The joined parts are the whole
-        answer. No part ends within a character, or contains any of a stop string that is cut off. If a
-        replica ends after a part was yielded, the last part has an `error`.
+    @contextmanager
+    def _calling(self, stream: object = None, asleep: bool = False, beside: bool = False) -> Iterator[None]:
+        """Admit one caller at a time, of any thread.
 
-        An error of a prompt, an iterable or the engine ends the stream at that point. When the stream ends,
-        also by `close()` of the generator, unfinished requests are aborted and the engine is usable. Leaving
-        the loop ends a stream that no variable keeps. From the first `next()` on, calls of the same thread
-        that run or change the model raise RuntimeError, and those of other threads wait. `abort`, `close`,
-        `reset_prefix_cache`, `start_profile`, `stop_profile` and calls that only ask, such as `stats`, work.
-        The first `next()` raises RuntimeError if requests of `add_request` are unfinished.
+        stream, beside: as in `Lifecycle.calling`. asleep: whether the engine may sleep; RuntimeError if it
+        sleeps and may not.
         """
-        self._lifecycle.check_open()
-        check_on_error(on_error)
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        if not isinstance(deltas, bool):
-            raise TypeError(f"deltas must be True or False, not {deltas!r}")
-        return self._stream(PromptReader(prompts, params), on_error, deltas)
+        with self._lifecycle.calling(stream, beside):
+            if not asleep:
+                self._check_awake()
+            yield
 
-    def _stream(self, reader: PromptReader, on_error: str, deltas: bool) -> Iterator[RequestOutput]:
-        window = 2 * self.config.max_num_seqs * self.config.data_parallel_size
-        batch = max(1, window // 8)
-        ready: deque[RequestOutput] = deque()
-        hint = LengthHint(self._executor.room.max_model_len)
-        with self._calling():
-            self._check_idle("stream()")
-            self._lifecycle.open_stream(ready)
-            self._awaited = ready
+    def _check_awake(self) -> None:
+        """Raise RuntimeError if the engine sleeps."""
+        if sleeping := self._executor.asleep:
+            raise asleep_error(sleeping)
+
+    def _check_idle(self, call: str) -> None:
+        if unfinished := self._executor.num_requests:
+            raise RuntimeError(
+                f"{unfinished} request(s) of add_request are unfinished; "
+                f"call step() until is_finished(), or abort() them, before {call}"
+            )
+
+    @contextmanager
+    def _emptied_on_error(self) -> Iterator[None]:
+        """After an exception in the block, drop all requests, whatever their state. If nothing can run any
+        more, close the engine."""
         try:
-            while not reader.ended or self._executor.load.num_requests or ready:
-                has_room = self._executor.load.num_requests + batch <= window
-                read = reader.read(batch if has_room else 0)
-                with self._calling(ready), no_full_collections():
-                    if read.prompts:
-                        hint.asked(read.first_index, read.params)
-                        requests, refused = self._check(read, on_error)
-                        self._add(requests, deltas)
-                        ready += refused
-                    with self._emptied_on_error():
-                        ready += self._counted(self._executor.step()).outputs
-                    hint.answered(ready)
-                while ready:
-                    yield ready.popleft()
-            hint.say()
+            yield
+        except BaseException:
+            if not self._executor.clear(failed=True):
+                self._lifecycle.close()
+            raise
+
+    def _params(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams | BadRow]:
+        chosen = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        return parse_sampling_params(chosen, num_prompts)
+
+    def _check(
+        self,
+        prompts: Sequence[Prompt | BadRow],
+        params: Sequence[SamplingParams | BadRow],
+        first_index: int = 0,
+        on_error: str = "raise",
+        change: Callable[[Request], Request] = lambda request: request,
+    ) -> tuple[list[Request], list[RequestOutput]]:
+        """Check and tokenise all prompts; return requests, and the outputs of prompts that cannot run.
+
+        Queues nothing. Each prompt gets a request id, in order. first_index: of the first prompt among all
+        of the call. change: applied to each request first.
+        """
+        first_id = self._next_id
+        made = self._processor.make_requests(prompts, params, first_id, first_index, on_error)
+        requests = [change(each) if isinstance(each, Request) else each for each in made]
+        fitting = [attempt(self._fitting, each, of) for each, of in zip(requests, prompts, strict=True)]
+        if on_error == "raise":
+            raise_first(fitting)
+        self._next_id = first_id + len(prompts)
+        return [row for row in fitting if isinstance(row, Request)], [
+            refused_output(first_id + row, first_index + row, requests[row], prompts[row], error)
+            for row, error in enumerate(fitting)
+            if not isinstance(error, Request)
+        ]
+
+    def _fitting(self, request: Request | BadRow, prompt: Prompt | BadRow) -> Request | BadRow:
+        """Return the request, or the error that it already has; ValueError if it can never run."""
+        if isinstance(request, Request) and isinstance(prompt, Prompt):
+            try:
+                self._check_can_run(request)
+                length = len(request.prompt_token_ids)
+                more = 1 if request.params.max_tokens != 0 else request.num_needed - length
+                self._executor.room.check_fits(length, more)
+            except ValueError as error:
+                raise ValueError(f"{prompt.where}: {error}") from None
+        return request
+
+    def _check_can_run(self, request: Request) -> None:
+        """Raise ValueError if this engine cannot run the request, whatever its length."""
+        ranks, replicas = self.config.tensor_parallel_size, self.config.data_parallel_size
+        if max(ranks, replicas) > 1 and request.params.logits_processors:
+            raise ValueError(
+                "logits_processors are functions of this process and need tensor_parallel_size=1 and "
+                f"data_parallel_size=1, not {ranks} and {replicas}; use logit_bias, allowed_token_ids or "
+                "structured_outputs"
+            )
+        if request.pooling is None and not self.model_config.has_head:
+            raise ValueError(
+                "this model has no LM head (its files have no lm_head.weight, and config.json no "
+                "tie_word_embeddings), so it draws and scores no tokens; embed() makes embeddings"
+            )
+
+    def _add(self, requests: list[Request], deltas: bool = False) -> None:
+        self._history.num_requests += len(requests)
+        self._history.num_prompt_tokens += sum([len(request.prompt_token_ids) for request in requests])
+        self._executor.add(requests, deltas)
+
+    def _finish_all(self, progress: Progress) -> list[RequestOutput]:
+        """Make steps until no request is unfinished. Return all outputs, also those of `abort`, unordered."""
+        outputs: list[RequestOutput] = []
+        self._awaited = aborted = deque[RequestOutput]()
+        try:
+            while self._executor.num_requests:
+                self._lifecycle.check_open()
+                outputs += self._noted(self._executor.step(), progress)
+                self._lifecycle.admit()
         finally:
-            with suppress(EngineClosedError), self._lifecycle.calling(ready):  # closed: nothing to abort
-                self._executor.clear()
             self._awaited = None
-            self._lifecycle.end_stream()
+        return [*outputs, *aborted]
+
+    def _noted(
+        self, stepped: tuple[list[RequestOutput], StepStats | None], progress: Progress | None = None
+    ) -> list[RequestOutput]:
+        """Note what a step did, show it, and tell `on_step`. Return its outputs."""
+        outputs, stats = stepped
+        if outputs:
+            self._history.answered(outputs)
+        if stats is not None:
+            share = self._executor.share(stats)
+            self._history.step_ended(share)
+            if progress is not None:
+                progress.update(share)
+            if self.on_step is not None:
+                self.on_step(stats)
+        return outputs

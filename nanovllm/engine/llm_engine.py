@@ -1,54 +1,37 @@
-"""LLMEngine: one request at a time, and the life of an engine: start, sleep, new weights, end.
-
-Checks prompts and numbers requests; its Executor runs them. No state outlives `close`.
-"""
+"""LLMEngine: the life of an engine, from start to end. No state outlives `close`."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.core import Core
-from nanovllm.engine.executor import Executor, Stepped
-from nanovllm.engine.progress import Progress
-from nanovllm.engine.requests import check_can_run, refused_output
-from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
-from nanovllm.engine.stats import Counters, StepStats
-from nanovllm.errors import BadRow, attempt, raise_first
-from nanovllm.inputs import PromptLike, calls_of_llm
+from nanovllm.engine.executor import Executor
+from nanovllm.engine.startup import OpenedModel, open_model, warn_of_options
+from nanovllm.engine.stats import History
+from nanovllm.inputs import calls_of_llm
 from nanovllm.lifecycle import Lifecycle
-from nanovllm.outputs import RequestOutput
-from nanovllm.params import SamplingParams
-from nanovllm.text.prompts import PromptBatch, Request, parse_prompt, parse_sampling_params
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+from nanovllm.engine.generate import Generation
+
 Engine = TypeVar("Engine", bound="LLMEngine")
 
 
-def asleep_error(sleeping: Collection[str], why: str = "") -> RuntimeError:
-    """The error of a call that needs what sleeps."""
-    names = " and ".join(sorted(sleeping, reverse=True))
-    return RuntimeError(f"this engine sleeps ({names}); call wake_up() first{why}")
-
-
 @calls_of_llm
-class LLMEngine:
+class LLMEngine(Generation):
     """One model, on one device or split over several. `LLM` adds the calls that most users need.
 
     on_step: called with the `StepStats` of every finished step, in the caller's thread; an exception ends the
     caller's call. None: no callback.
     """
 
-    on_step: Callable[[StepStats], object] | None = None
-    _executor: Executor
     _alone: Callable[[OpenedModel], Executor] = Core  # makes the executor of one model
     _replicated: Callable[[OpenedModel], Executor] | None = None  # makes the executor of several replicas
 
@@ -71,11 +54,7 @@ class LLMEngine:
         self._processor.max_model_len = longest = self._executor.room.max_model_len
         self.model_config = replace(opened.model_config, max_model_len=longest)
         warn_of_options(self.config, opened.max_model_len, longest)
-        self._next_id = 0  # of the next request
-        self._awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
-        self._counters = Counters()
-        # Receives all outputs, whole or in parts.
-        self._on_outputs: Callable[[Sequence[RequestOutput]], object] = lambda outputs: None
+        self._history = History()
         self._lifecycle = Lifecycle(self, self._processor.close, self._executor.close)
 
     @property
@@ -95,53 +74,15 @@ class LLMEngine:
             self._check_idle("setting the tokenizer")
             self._executor.set_tokenizer(tokenizer)
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The defaults for `sampling_params`, from the model's generation_config.json, see `Config`.
-
-        ValueError or TypeError if a value there is wrong.
-        """
-        return recommended_params(self._defaults)
-
-    # -- one request at a time ---------------------------------------------------------------------------
-
-    def add_request(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> str:
-        """Queue one prompt and return its request id. ValueError or TypeError if it can never run."""
-        params = self._params(sampling_params, 1)
-        with self._calling():
-            batch = PromptBatch(0, [parse_prompt(prompt, "the prompt")], params, ["the prompt"])
-            self._add(self._check(batch)[0])
-            return str(self._next_id - 1)
-
-    def step(self) -> list[RequestOutput]:
-        """Advance all requests and return the outputs of those that finished.
-
-        A step is launched while the previous one still runs, so an empty list does not mean the end: call
-        `is_finished`. If a step fails, all unfinished requests are dropped and the engine is empty.
-        """
-        with self._calling(), self._emptied_on_error():
-            return self._counted(self._executor.step()).outputs
-
-    def is_finished(self) -> bool:
-        """Whether no request is waiting or running."""
-        self._lifecycle.check_open()
-        return not self._executor.load.num_requests
-
-    def abort(self, request_id: str | int) -> RequestOutput | None:
-        """End a request and return its output so far; None if it is unknown or finished.
-
-        Any thread may call this; it waits until the next step of another thread's call. A running `generate`
-        and an open stream return the output too. Request ids of a call count up in the order of its prompts.
-        """
-        return self._lifecycle.visit(lambda: self._abort_between_steps(request_id))
-
-    def _abort_between_steps(self, request_id: str | int) -> RequestOutput | None:
-        aborted, parts = self._executor.abort(request_id)
-        self._on_outputs(parts)
-        if self._awaited is not None:
-            self._awaited += parts
-        return aborted
-
     # -- between requests --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _between_requests(self, call: str) -> Iterator[None]:
+        """Run the block while no request is unfinished."""
+        with self._calling(asleep=True):
+            self._check_idle(call)
+            with self._emptied_on_error():
+                yield
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Empty the prefix cache and return True. While requests hold blocks, do nothing and return False.
@@ -176,121 +117,3 @@ class LLMEngine:
             "an engine cannot be copied or pickled, because it owns device memory and processes; pass the "
             "engine itself, or make another LLM where it is needed"
         )
-
-    # -- inside ------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _calling(self, stream: object = None, asleep: bool = False, beside: bool = False) -> Iterator[None]:
-        """Admit one caller at a time, of any thread.
-
-        stream, beside: as in `Lifecycle.calling`. asleep: whether the engine may sleep; RuntimeError if it
-        sleeps and may not.
-        """
-        with self._lifecycle.calling(stream, beside):
-            if not asleep:
-                self._check_awake()
-            yield
-
-    @contextmanager
-    def _between_requests(self, call: str) -> Iterator[None]:
-        """Run the block while no request is unfinished."""
-        with self._calling(asleep=True):
-            self._check_idle(call)
-            with self._emptied_on_error():
-                yield
-
-    def _check_awake(self) -> None:
-        """Raise RuntimeError if the engine sleeps."""
-        if sleeping := self._executor.asleep:
-            raise asleep_error(sleeping)
-
-    def _check_idle(self, call: str) -> None:
-        if unfinished := self._executor.load.num_requests:
-            raise RuntimeError(
-                f"{unfinished} request(s) of add_request are unfinished; "
-                f"call step() until is_finished(), or abort() them, before {call}"
-            )
-
-    @contextmanager
-    def _emptied_on_error(self) -> Iterator[None]:
-        """After an exception in the block, drop all requests, whatever their state. If nothing can run any
-        more, close the engine."""
-        try:
-            yield
-        except BaseException:
-            if not self._executor.clear(failed=True):
-                self.close()
-            raise
-
-    def _params(
-        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams | BadRow]:
-        chosen = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return parse_sampling_params(chosen, num_prompts)
-
-    def _check(
-        self,
-        batch: PromptBatch,
-        on_error: str = "raise",
-        change: Callable[[Request], Request] = lambda request: request,
-    ) -> tuple[list[Request], list[RequestOutput]]:
-        """Check and tokenise all prompts; return requests, and the outputs of prompts that cannot run.
-
-        Queues nothing. Each prompt gets a request id, in order. change: applied to each request first.
-        """
-        first_id, first_index, prompts, params, where = self._next_id, *batch
-        made = self._processor.make_requests(prompts, params, where, first_id, first_index, on_error)
-        requests = [change(each) if isinstance(each, Request) else each for each in made]
-        fitting = [attempt(self._fitting, each, name) for each, name in zip(requests, where, strict=True)]
-        if on_error == "raise":
-            raise_first(fitting)
-        self._next_id = first_id + len(prompts)
-        return [row for row in fitting if isinstance(row, Request)], [
-            refused_output(first_id + row, first_index + row, requests[row], prompts[row], error)
-            for row, error in enumerate(fitting)
-            if not isinstance(error, Request)
-        ]
-
-    def _fitting(self, request: Request | BadRow, where: str) -> Request | BadRow:
-        """Return the request, or the error that it already has; ValueError if it can never run."""
-        if isinstance(request, Request):
-            try:
-                check_can_run(request, self.config, self.model_config.has_head)
-                length = len(request.prompt_token_ids)
-                more = 1 if request.params.max_tokens != 0 else request.num_needed - length
-                self._executor.room.check_fits(length, more)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
-        return request
-
-    def _add(self, requests: list[Request], deltas: bool = False) -> None:
-        for request in requests:
-            self._counters.queued(len(request.prompt_token_ids))
-        self._executor.add(requests, deltas)
-
-    def _finish_all(self, progress: Progress) -> list[RequestOutput]:
-        """Make steps until no request is unfinished. Return all outputs, also those of `abort`, unordered."""
-        outputs: list[RequestOutput] = []
-        self._awaited = aborted = deque[RequestOutput]()
-        try:
-            while self._executor.load.num_requests:
-                self._lifecycle.check_open()
-                step = self._counted(self._executor.step())
-                outputs += step.outputs
-                if step.share is not None:
-                    progress.update(step.share)
-                self._lifecycle.admit()
-        finally:
-            self._awaited = None
-        return [*outputs, *aborted]
-
-    def _counted(self, step: Stepped) -> Stepped:
-        """Count what a step did, and tell `on_step`."""
-        self._counters.planned(step.peak_usage)
-        if step.share is not None:
-            self._counters.record(step.share, perf_counter())
-        if step.outputs:
-            self._on_outputs(step.outputs)
-        if step.stats is not None and self.on_step is not None:
-            self.on_step(step.stats)
-        return step

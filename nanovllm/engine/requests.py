@@ -1,7 +1,7 @@
 """Requests: the unfinished requests, and which sequence computes which completion.
 
-Creates the sequences of a request and, once the last one ends, its RequestOutput, or parts of it for a stream
-with deltas. Schedules nothing; the Processor handles text.
+Creates the sequences of a request and, once the last one ends, its RequestOutput. Schedules nothing; the
+Processor handles text.
 """
 
 from __future__ import annotations
@@ -16,38 +16,21 @@ from typing import Any
 
 import xxhash
 
-from nanovllm.batch import Batch, TokenEvents
-from nanovllm.config import Config
-from nanovllm.doors import EXTRAS, Table
-from nanovllm.errors import BadRow
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, changed, unlisted
+from nanovllm.answers import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.batch import PENALTIES, Batch, TokenEvents
+from nanovllm.checks import BadRow
+from nanovllm.doors import EXTRAS, STREAMS, Table
+from nanovllm.params import SamplingParams
 from nanovllm.plan.sequence import Sequence
-from nanovllm.text.detokenizer import LONGEST_CUT
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, Request
 
 _EXTRAS: Table[Any] = Table(EXTRAS)
-
-
-def check_can_run(request: Request, config: Config, has_head: bool) -> None:
-    """Raise ValueError if this engine cannot run the request, whatever its length. has_head: whether its
-    model has an LM head."""
-    ranks, replicas = config.tensor_parallel_size, config.data_parallel_size
-    if max(ranks, replicas) > 1 and request.params.logits_processors:
-        raise ValueError(
-            "logits_processors are functions of this process and need tensor_parallel_size=1 and "
-            f"data_parallel_size=1, not {ranks} and {replicas}; use logit_bias, allowed_token_ids or "
-            "structured_outputs"
-        )
-    if request.pooling is None and not has_head:
-        raise ValueError(
-            "this model has no LM head (its files have no lm_head.weight, and config.json no "
-            "tie_word_embeddings), so it draws and scores no tokens; embed() makes embeddings"
-        )
+_STREAMS: Table[Any] = Table(STREAMS)
 
 
 @dataclass(slots=True, eq=False)
-class _RequestState:
+class RequestState:
     """An unfinished request. Times are those of perf_counter."""
 
     request: Request
@@ -63,73 +46,67 @@ class _RequestState:
         return self.sequences[0].num_cached_tokens or 0
 
 
-@dataclass(slots=True, eq=False)
-class _StreamState:
-    """An unfinished completion, and how much of it was yielded."""
-
-    state: _RequestState
-    index: int
-    text: Any  # `StopStrings`, which decodes its tokens; None if outputs have no text
-    num_tokens: int = 0
-    num_characters: int = 0
-    num_thoughts: int = 0  # characters of its thinking
-    before: list[int] = field(default_factory=list)  # the last yielded tokens
-
-
 class Requests:
     """The unfinished requests of an engine. Request ids count up from 0, and so do those of sequences."""
 
-    def __init__(self, processor: Processor, seed: int) -> None:
-        """seed: the engine's; seeds of requests without their own seed derive from it."""
+    def __init__(self, processor: Processor, seed: int, keeps_experts: bool = False) -> None:
+        """seed: the engine's; seeds of requests without their own seed derive from it. keeps_experts: whether
+        outputs say which experts computed their tokens."""
         self.processor = processor
-        self._seed = seed
+        self._seed, self._keeps_experts = seed, keeps_experts
+        self._plain: SamplingParams | None = None  # parameters without extras; the next are mostly the same
         self._seq_ids = count()
-        self._states: dict[str, _RequestState] = {}  # by request id
-        self._owners: dict[int, _RequestState] = {}  # by id of each unfinished sequence
+        self._states: dict[str, RequestState] = {}  # by request id
+        self._owners: dict[int, RequestState] = {}  # by id of each unfinished sequence
         self._stops: dict[int, Any] = {}  # `StopStrings` by id of each unfinished sequence with stop strings
-        self._streams: dict[int, _StreamState] = {}  # by id of each unfinished sequence, with `yields_deltas`
-        self.yields_deltas = False  # whether `parts` returns parts of answers
+        self._parts: Any = None  # `Parts` of all answers, for a stream with deltas
         self._epoch = time() - perf_counter()  # converts perf_counter to seconds since 1970
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def yield_parts(self, deltas: bool) -> None:
+        """Whether `yielded` returns parts of answers from now on. Called while there is no request."""
+        self._parts = _STREAMS["parts"](self.processor) if deltas else None
 
     def make_sequences(self, request: Request) -> list[Sequence]:
         """Return a new sequence for each completion of the request, their ids in order; adds nothing yet."""
         return [
             Sequence(
                 next(self._seq_ids),
-                request.prompt_token_ids[: request.num_needed],
+                request.prompt_token_ids,
                 request.params,
                 sequence_seed(request, index, self._seed),
                 request.stop_token_ids,
-                request.prompt_token_ids,
-                self._rules(request),
-                next_wanted=request.next_wanted if index == 0 else None,
-                pooling=request.pooling,
+                request.num_needed,
+                self._extras(request, index),
             )
             for index in range(request.params.n)
         ]
 
-    def _rules(self, request: Request) -> list[Any]:
-        """The rules of one sequence on its next token."""
+    def _extras(self, request: Request, index: int) -> Any:
+        """What a sequence asks for besides tokens, of the door; None for most."""
         params = request.params
-        asks = (
-            *(request.constraint, request.bad_words, params.min_tokens, params.allowed_token_ids),
-            params.thinking_token_budget is not None,
-        )
-        return _EXTRAS["rules"](request, self.processor.eos_token_ids) if any(asks) else []
+        if params is not self._plain:
+            if params.has_extras or any(
+                getattr(params, name) != each.neutral for name, each in PENALTIES.items()
+            ):
+                return _EXTRAS["sequence"](request, index, self.processor.eos_token_ids)
+            self._plain = params
+        if self._keeps_experts or request.first_scored is not None or request.pooling is not None:
+            return _EXTRAS["sequence"](request, index, self.processor.eos_token_ids)
+        return None
 
     def add(self, request: Request, sequences: list[Sequence], arrival: float) -> None:
         """Keep a request, which arrived at `arrival`, until all of its sequences have ended."""
-        state = self._states[str(request.request_id)] = _RequestState(request, sequences, arrival)
+        state = self._states[str(request.request_id)] = RequestState(request, sequences, arrival)
         for index, seq in enumerate(sequences):
             self._owners[seq.seq_id] = state
-            stop = self.processor.stop_strings(request, always=self.yields_deltas)
+            stop = self.processor.stop_strings(request, always=self._parts is not None)
             if stop is not None:
                 self._stops[seq.seq_id] = stop
-            if self.yields_deltas:
-                self._streams[seq.seq_id] = _StreamState(state, index, stop)
+            if self._parts is not None:
+                self._parts.add(seq.seq_id, state, index, stop)
 
     @property
     def unfinished(self) -> list[int]:
@@ -183,55 +160,16 @@ class Requests:
                 outputs.append(self._output(state, now))
         return outputs
 
-    def parts(
+    def yielded(
         self, events: TokenEvents, ended: Iterable[int], outputs: list[RequestOutput]
     ) -> list[RequestOutput]:
-        """Return `outputs`; for a stream with deltas the new parts, one output for each request that has any.
+        """Return `outputs`, the whole ones of requests that ended; for a stream with deltas the new parts.
 
-        events: the new tokens. ended: the ids of sequences that ended. outputs: the whole outputs of requests
-        that ended.
+        events: the new tokens. ended: the ids of sequences that ended.
         """
-        if not self.yields_deltas:
-            return outputs
-        token_ids: dict[int, list[int]] = {seq_id: [] for seq_id in [*events.seq_ids, *ended]}
-        for seq_id, token_id in zip(events.seq_ids, events.token_ids, strict=True):
-            token_ids[seq_id].append(token_id)
-        parts: dict[str, tuple[_RequestState, list[CompletionOutput]]] = {}
-        for seq_id, new in token_ids.items():
-            stream = self._streams[seq_id]
-            key = str(stream.state.request.request_id)
-            parts.setdefault(key, (stream.state, []))[1].append(self._part(seq_id, stream, new))
-        whole = {output.request_id: output for output in outputs}
-        return [
-            changed(whole[key], outputs=completions) if key in whole else _unfinished(state, completions)
-            for key, (state, completions) in parts.items()
-        ]
+        return outputs if self._parts is None else self._parts.take(events, ended, outputs)
 
-    def _part(self, seq_id: int, stream: _StreamState, token_ids: list[int]) -> CompletionOutput:
-        """The new part of a completion: `token_ids`, or all that is left if it ended."""
-        completion = stream.state.completions.get(stream.index)
-        if completion is not None:
-            del self._streams[seq_id]
-            start, logprobs = stream.num_tokens, unlisted(completion, "logprobs")
-            return changed(
-                completion,
-                text=completion.text[stream.num_characters :],
-                reasoning=_rest(completion.reasoning, stream.num_thoughts),
-                token_ids=completion.token_ids[start:],
-                logprobs=None if logprobs is None else logprobs[start:],
-            )
-        text = "" if stream.text is None else stream.text.take()
-        part = CompletionOutput(stream.index, text, token_ids)
-        part.reasoning = None if stream.text is None else stream.text.take_reasoning()
-        stream.num_thoughts += len(part.reasoning or "")
-        rows = stream.state.sequences[stream.index].logprobs[stream.num_tokens :]
-        stream.num_characters += len(text)
-        stream.num_tokens += len(token_ids)
-        part = self.processor.with_logprobs(part, stream.state.request, rows, stream.before)
-        stream.before = [*stream.before, *token_ids][-LONGEST_CUT:]
-        return changed(part, cumulative_logprob=None)
-
-    def _metrics(self, state: _RequestState, now: float) -> RequestMetrics:
+    def _metrics(self, state: RequestState, now: float) -> RequestMetrics:
         epoch, scheduled, token = self._epoch, state.first_scheduled, state.first_token
         whole = {each.finish_reason for each in state.completions.values()} <= {"stop", "length"}
         return RequestMetrics(
@@ -243,19 +181,20 @@ class Requests:
             time_in_queue=None if scheduled is None else scheduled - state.arrival,
         )
 
-    def _output(self, state: _RequestState, now: float) -> RequestOutput:
-        first = state.sequences[0]
+    def _output(self, state: RequestState, now: float) -> RequestOutput:
+        extras = state.sequences[0].extras
+        scores, pooled = ([], None) if extras is None else (extras.prompt_logprobs, extras.pooled)
         completions = [state.completions[index] for index in range(state.request.params.n)]
-        failed = [seq for seq in state.sequences if seq.rules and seq.finish_reason == "error"]
+        failed = [s for s in state.sequences if s.extras is not None and s.finish_reason == "error"]
         dead_end = _EXTRAS["dead_end"](failed) if failed else None
         metrics = self._metrics(state, now)
         return self.processor.output(
             state.request,
             completions,
             metrics,
-            first.prompt_logprobs,
+            scores,
             state.num_cached_tokens,
-            first.pooled,
+            pooled,
             dead_end,
         )
 
@@ -264,7 +203,7 @@ class Requests:
         self._states.clear()
         self._owners.clear()
         self._stops.clear()
-        self._streams.clear()
+        self._parts = None
 
     def _complete(self, request: Request, index: int, seq: Sequence) -> CompletionOutput:
         """Return completion `index` of the request, computed by `seq`."""
@@ -275,28 +214,11 @@ class Requests:
         else:
             assert seq.finish_reason is not None
             output = self.processor.completion(request, index, token_ids, seq.finish_reason, seq.stop_reason)
+        if seq.extras is None:
+            return output
         computed = seq.num_prompt_tokens + len(output.token_ids) - 1  # not the last token
-        output.routed_experts = seq.routed_experts(computed)
-        return self.processor.with_logprobs(output, request, seq.logprobs)
-
-
-def _rest(text: str | None, start: int) -> str | None:
-    return None if text is None else text[start:]
-
-
-def _unfinished(state: _RequestState, completions: list[CompletionOutput]) -> RequestOutput:
-    """The output of a request with unfinished completions."""
-    request = state.request
-    return RequestOutput(
-        request_id=str(request.request_id),
-        prompt=request.prompt,
-        prompt_token_ids=request.prompt_token_ids,
-        prompt_logprobs=None,
-        outputs=completions,
-        num_cached_tokens=state.num_cached_tokens,
-        index=request.index,
-        finished=False,
-    )
+        output.routed_experts = seq.extras.routed_experts(computed)
+        return self.processor.with_logprobs(output, request, seq.extras.logprobs)
 
 
 def sequence_seed(request: Request, index: int, engine_seed: int) -> int:

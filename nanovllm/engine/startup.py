@@ -4,6 +4,7 @@ sequences that it can compute. Loads no weights and keeps no state.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,14 +16,21 @@ from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device, cpu_door
 from nanovllm.doors import EXTRAS, TEXT, Table
-from nanovllm.models.checkpoint import GENERATION_FILE, MODULES_FILE
+from nanovllm.errors import ModelLoadError
+from nanovllm.inputs import show
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.registry import Hub, load_model_config, open_checkpoint, resolve_model_path
+from nanovllm.models.registry import (
+    GENERATION_FILE,
+    MODULES_FILE,
+    Hub,
+    load_model_config,
+    open_checkpoint,
+    resolve_model_path,
+)
 from nanovllm.models.weights import check_weights, find_head
 from nanovllm.params import SamplingParams
 from nanovllm.runner.memory import CALIBRATION_TOKENS
 from nanovllm.text.processor import Processor
-from nanovllm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,6 +134,47 @@ def find_tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase 
         name = config.model if config.tokenizer is None else config.tokenizer
         path = resolve_model_path(name, _hub(config, config.tokenizer_revision), "tokenizer")
     return open_checkpoint(path).tokenizer(lambda folder: load_tokenizer(folder, config.trust_remote_code))
+
+
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in `path`, which gives the ids of its files; `trust_remote_code` runs code from that
+    folder.
+
+    Raises ModelLoadError that says what to do without a tokenizer.
+    """
+    # Here, because importing them takes as long as importing torch.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if type(tokenizer).__name__.startswith("MistralCommon"):  # of a tekken.json beside the tokenizer.json
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        _add_template(tokenizer, Path(path))
+        if not tokenizer("a")["input_ids"]:  # transformers' result for a folder without tokenizer files
+            raise ValueError("its vocabulary is empty")
+        _TEXT["match_files"](tokenizer, Path(path))
+    except ModelLoadError:
+        raise
+    except Exception as error:  # transformers raises many kinds
+        raise ModelLoadError(
+            f"no tokenizer could be loaded from {path} ({error}); put the model's tokenizer files there, "
+            "pass a folder that has them as tokenizer, or pass skip_tokenizer_init=True and token ids as "
+            "prompts"
+        ) from error
+    return tokenizer
+
+
+def _add_template(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Give the tokenizer the chat template of `chat_template.json`, where processors of transformers have it,
+    if it has no other. ValueError if the file has none."""
+    file = path / "chat_template.json"
+    if tokenizer.chat_template is not None or not file.is_file():
+        return
+    content = json.loads(file.read_text("utf-8"))
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    if not isinstance(template, str):
+        raise ValueError(f"{file.name} must have a string as its 'chat_template', not {show(template)}")
+    tokenizer.chat_template = template
 
 
 def make_processor(config: Config, path: Path, model_config: ModelConfig) -> Processor:

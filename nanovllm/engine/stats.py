@@ -1,21 +1,37 @@
-"""What the engine counts: StepStats for every finished step, and sums of intervals. `stats/` sums these up.
+"""What the engine notes of its work: StepStats for every finished step, and what it answered. Doors count it,
+and show the progress of a call. After a call a hint about the length of its answers.
 
-They hold only values that the host knows without asking the device. Recording a step takes a few
-microseconds, and the number of stored intervals is bounded.
+They hold only values that the host knows without asking the device. Noting a step takes a microsecond, and
+what waits to be counted is bounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter, time
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from nanovllm.answers import RequestMetrics, RequestOutput, unlisted
 from nanovllm.batch import Batch, StepKind
+from nanovllm.doors import COUNTS, PROGRESS, Table
+from nanovllm.params import MAX_TOKENS, Default, SamplingParams
 
-INTERVAL_SECONDS = 0.1  # of the timeline, at first
-MAX_INTERVALS = 600  # above this, pairs of intervals are merged
+logger = logging.getLogger("nanovllm")
+
+# Of an output or a part of one: the request's id, whether this is all, the times, the prompt's length, and of
+# each completion its index, why it ended, and the number of its tokens here.
+Answered: TypeAlias = "tuple[str, bool, RequestMetrics | None, int, list[tuple[int, str | None, int]]]"
+_COUNTS: Table[Any] = Table(COUNTS)
+_PROGRESS: Table[Any] = Table(PROGRESS)
+
+MANY = 1024  # entries that wait to be counted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,49 +52,14 @@ class StepStats:
     num_preemptions: int = 0  # sequences that gave up their blocks for this step
 
 
-@dataclass(slots=True, eq=False)
-class Interval:
-    """Sums over the steps that ended within an interval."""
+class Load(NamedTuple):
+    """What an executor has to do, now."""
 
-    index: int  # start time divided by the length of an interval
-    num_prefill_steps: int = 0
-    num_decode_steps: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    num_decoded_tokens: int = 0
-    num_finished_requests: int = 0
-    num_preemptions: int = 0
-    num_attention_pairs: int = 0
-    num_context_tokens: int = 0
-    num_decode_rows: int = 0
-    num_prefill_rows: int = 0
-    running: int = 0  # this and the next fields are summed after each step
-    waiting: int = 0
-    usage: float = 0.0
-
-    def add(self, step: StepStats) -> None:
-        if step.kind is StepKind.DECODE:
-            self.num_decode_steps += 1
-            self.decode_seconds += step.seconds
-            self.num_decoded_tokens += step.num_drawn_tokens
-            self.num_decode_rows += step.num_seqs
-            self.num_context_tokens += step.num_attention_pairs
-        else:
-            self.num_prefill_steps += 1
-            self.prefill_seconds += step.seconds
-            self.num_computed_tokens += step.num_new_tokens
-            self.num_cached_tokens += step.num_cached_tokens
-            self.num_prefill_rows += step.num_seqs
-            self.num_attention_pairs += step.num_attention_pairs
-        self.num_output_tokens += step.num_drawn_tokens
-        self.num_finished_requests += step.num_finished
-        self.num_preemptions += step.num_preemptions
-        self.running += step.num_running
-        self.waiting += step.num_waiting
-        self.usage += step.kv_cache_usage
+    num_requests: int  # unfinished
+    num_running: int  # sequences
+    num_waiting: int  # sequences
+    kv_cache_usage: float  # share of the blocks that sequences hold
+    peak_kv_cache_usage: float  # since the start; when a step is planned, it is highest
 
 
 def pairs_of(batch: Batch) -> int:
@@ -94,64 +75,111 @@ def attention_pairs(query_lens: np.ndarray, context_lens: np.ndarray) -> int:
     return int((q * c - q * (q - 1) // 2).sum())
 
 
-SUMMED = [field.name for field in fields(Interval) if field.name != "index"]
+class Noted:
+    """Entries that wait until somebody asks for their counts, or until there are MANY. One thread adds; any
+    thread may ask."""
+
+    def __init__(self, name: str) -> None:
+        """name: in `doors.COUNTS`."""
+        self._name = name
+        self._waiting: deque[Any] = deque()
+        self._counts: Any = None  # made for the first entries
+        self._lock = threading.RLock()  # a signal handler may ask, too
+
+    def add(self, entries: Iterable[Any]) -> None:
+        self._waiting.extend(entries)
+        if len(self._waiting) >= MANY:
+            with self.counted():
+                pass
+
+    @contextmanager
+    def counted(self) -> Iterator[Any]:
+        """Yield what has counted all entries; it changes only after the block."""
+        with self._lock:
+            if self._counts is None:
+                self._counts = _COUNTS[self._name]()
+            while self._waiting:
+                self._counts.count(self._waiting.popleft())
+            yield self._counts
 
 
-def joined(intervals: Iterable[Interval], index: int = 0) -> Interval:
-    """The sum of some intervals."""
-    whole = Interval(index)
-    for each in intervals:
-        for name in SUMMED:
-            setattr(whole, name, getattr(whole, name) + getattr(each, name))
-    return whole
-
-
-class Counters:
-    """Counts steps and requests. One thread counts; any thread may read."""
+class History:
+    """What an engine has done since its start."""
 
     def __init__(self) -> None:
         self.origin, self.start_time = perf_counter(), time()  # seconds of two clocks
-        self.length = INTERVAL_SECONDS  # of an interval
-        self.intervals: list[Interval] = []
-        self._end = 0.0  # end of the last interval, in seconds since the origin
         self.num_requests = 0
         self.num_prompt_tokens = 0
-        self.peak_usage = 0.0
+        self.steps = Noted("steps")  # (seconds since the origin, StepStats)
+        self.answers = Noted("answers")  # `Answered`
 
-    def queued(self, num_prompt_tokens: int) -> None:
-        self.num_requests += 1
-        self.num_prompt_tokens += num_prompt_tokens
+    def step_ended(self, step: StepStats) -> None:
+        self.steps.add([(perf_counter() - self.origin, step)])
 
-    def planned(self, kv_cache_usage: float) -> None:
-        """Record the KV cache usage after a step is planned, when it is highest."""
-        self.peak_usage = max(self.peak_usage, kv_cache_usage)
-
-    def record(self, step: StepStats, now: float) -> None:
-        """Count a step that ended at `now` (perf_counter)."""
-        now -= self.origin
-        if now >= self._end:
-            self._begin_interval(now)
-        self.intervals[-1].add(step)
-
-    def _begin_interval(self, now: float) -> None:
-        intervals = self.intervals
-        if len(intervals) >= MAX_INTERVALS:
-            while len(intervals) > MAX_INTERVALS // 2:
-                self.length *= 2
-                groups: dict[int, list[Interval]] = {}
-                for each in intervals:
-                    groups.setdefault(each.index // 2, []).append(each)
-                intervals = [joined(group, index) for index, group in groups.items()]
-        index = int(now / self.length)
-        if not intervals or intervals[-1].index != index:
-            intervals = [*intervals, Interval(index)]
-        self.intervals, self._end = intervals, (index + 1) * self.length
+    def answered(self, outputs: list[RequestOutput]) -> None:
+        """Note outputs, whole or in parts."""
+        self.answers.add([_answered(output) for output in outputs])
 
 
-def short(rate: float) -> str:
-    """A rate in at most five characters: 7.53, 981, 4.57k, 123k, 1.23M."""
-    for unit in ("", "k", "M"):
-        if rate < 999.5:
-            return f"{rate:#.3g}".rstrip(".") + unit
-        rate /= 1000
-    return f"{rate:.0f}G"
+def _answered(output: RequestOutput) -> Answered:
+    ends = [(each.index, each.finish_reason, len(each.token_ids)) for each in output.outputs]
+    prompt = len(unlisted(output, "prompt_token_ids"))
+    return output.request_id, output.finished, output.metrics, prompt, ends
+
+
+class Progress:
+    """Is told of steps and shows nothing."""
+
+    def update(self, stats: StepStats) -> None: ...
+
+    def refused(self, count: int) -> None:
+        """Count requests that cannot run as done."""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def progress_of(total: int, use_tqdm: bool | Callable[..., Any]) -> Progress:
+    """What shows the progress of `total` requests: nothing for a single one, unless `use_tqdm` is a class
+    like tqdm.tqdm. TypeError for what is no bool and no such class."""
+    if not callable(use_tqdm) and not isinstance(use_tqdm, bool):
+        raise TypeError(f"use_tqdm must be True, False or a class like tqdm.tqdm, not {use_tqdm!r}")
+    if not use_tqdm or (use_tqdm is True and total <= 1):
+        return Progress()
+    shown: Progress = _PROGRESS["shown"](total, use_tqdm)
+    return shown
+
+
+class LengthHint:
+    """Says once a call that most of its answers were cut off at the default `max_tokens`."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._defaults: set[int] = set()  # indexes of the prompts that have no limit of their own
+        self._num_answers = self._num_cut = 0
+
+    def asked(self, first_index: int, params: Sequence[object]) -> None:
+        """Note the parameters of prompts, from that of `first_index` on."""
+        for index, each in enumerate(params, first_index):
+            if isinstance(each, SamplingParams) and isinstance(each.max_tokens, Default):
+                self._defaults.add(index)
+
+    def answered(self, outputs: Iterable[RequestOutput]) -> None:
+        """Count answers, or the last parts of answers."""
+        for output in outputs:
+            fits = len(unlisted(output, "prompt_token_ids")) + MAX_TOKENS <= self._max_model_len
+            for each in output.outputs:
+                self._num_answers += each.finished()
+                self._num_cut += fits and each.finish_reason == "length" and output.index in self._defaults
+            if output.finished:
+                self._defaults.discard(output.index)
+
+    def say(self) -> None:
+        if 2 * self._num_cut > self._num_answers:
+            logger.warning(
+                "%d of %d answers were cut off at the default of %d tokens; set max_tokens of SamplingParams "
+                "for longer ones, or to None for as many tokens as fit",
+                *(self._num_cut, self._num_answers, MAX_TOKENS),
+            )

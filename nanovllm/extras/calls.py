@@ -6,21 +6,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.engine.generate import Generation
-from nanovllm.errors import raise_first
+from nanovllm.answers import Logprob
+from nanovllm.checks import raise_first
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.extras.beams import BeamSearchParams
 from nanovllm.extras.continuations import Pair, encode_continuations, parse_continuations, parse_pairs
 from nanovllm.extras.embedding import EmbeddingDefaults
+from nanovllm.extras.outputs import BeamSearchOutput, EmbeddingRequestOutput, ScoreOutput
 from nanovllm.extras.scoring import beam_search, embedding_output, parse_pooling_params, score_output
-from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
-from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, Logprob, ScoreOutput
+from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others, show
 from nanovllm.params import SamplingParams
 from nanovllm.pooling_params import PoolingParams
-from nanovllm.text.prompts import Prompt, parse_prompts, show
+from nanovllm.text.prompts import Prompt, parse_prompts
 
 
 @calls_of_llm
-class ExtraCalls(Generation):
+class ExtraCalls(LLMEngine):
     """An engine that scores, embeds and searches."""
 
     def score(
@@ -50,8 +51,10 @@ class ExtraCalls(Generation):
         """Score each (prompt, continuation, name of both in errors)."""
         continued = encode_continuations(self.tokenizer, parsed, self._processor.check_length)
         outputs = self._generate(
-            [Prompt(None, each.token_ids) for each in continued],
-            [where for _, _, where in parsed],
+            [
+                Prompt(None, each.token_ids, where=where)
+                for each, (_, _, where) in zip(continued, parsed, strict=True)
+            ],
             SamplingParams(max_tokens=0, prompt_logprobs=1, detokenize=False),
             use_tqdm,
             "raise",
@@ -92,11 +95,10 @@ class ExtraCalls(Generation):
         if pooling not in ("last", "mean"):
             raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
         normalize = stated.normalize if normalize is None else normalize
-        rows, where = parse_prompts(prompts)
+        rows = parse_prompts(prompts)
         ends = parse_pooling_params(pooling_params, len(rows), normalize, self.model_config.hidden_size)
         outputs = self._generate(
             rows,
-            where,
             SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False),
             use_tqdm,
             on_error,
@@ -125,9 +127,9 @@ class ExtraCalls(Generation):
                 f"beam_width={params.beam_width} needs {2 * params.beam_width} logprobs, and max_logprobs="
                 f"{self.config.max_logprobs}; make the LLM with a larger max_logprobs (-1: no limit)"
             )
-        rows, where = parse_prompts(prompts)
+        rows = parse_prompts(prompts)
         raise_first(rows)
-        ids = self._processor.encode([row for row in rows if isinstance(row, Prompt)], where)
+        ids = self._processor.encode([row for row in rows if isinstance(row, Prompt)])
         likeliest = SamplingParams(
             temperature=0, max_tokens=1, logprobs=2 * params.beam_width, ignore_eos=True
         )

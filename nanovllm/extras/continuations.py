@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from nanovllm.inputs import PromptLike
-from nanovllm.text.prompts import Prompt, parse_prompt, show, split_prompts, to_list
-from nanovllm.text.tokenizer import encode
+from nanovllm.inputs import PromptLike, show, to_list
+from nanovllm.text.processor import encode
+from nanovllm.text.prompts import Prompt, parse_prompt, split_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

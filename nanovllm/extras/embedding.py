@@ -12,8 +12,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.models.checkpoint import MODULES_FILE, read_json, read_json_list, shortened
+from nanovllm.formats.json_files import read_json, read_json_list
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.registry import MODULES_FILE, shortened
 
 _logger = logging.getLogger("nanovllm")
 

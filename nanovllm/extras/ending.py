@@ -10,19 +10,16 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from nanovllm.batch import (
+from nanovllm.batch import NOT_DRAWN, PADDING, Batch, StepOutput, rows_of
+from nanovllm.extras.columns import (
     NO_LOGPROBS,
-    NOT_DRAWN,
-    PADDING,
-    Batch,
-    Extras,
+    BatchExtras,
+    ExtraOutput,
     LogprobColumns,
     Penalties,
     ScoredTokens,
-    StepOutput,
     TokenMasks,
     WantedTokens,
-    rows_of,
 )
 from nanovllm.extras.kernels.logprobs import token_logprobs
 from nanovllm.extras.logits_processors import call_processor
@@ -36,10 +33,10 @@ from nanovllm.kernels.logits import (
     restart_counts,
 )
 from nanovllm.kernels.sampling import filtered_logits, sample
-from nanovllm.runner.ending import Ending, UndrawnStep
-from nanovllm.runner.inputs import StepInputs, last_rows, wanted_rows
+from nanovllm.runner.ending import Ending
+from nanovllm.runner.inputs import BatchInputs, last_rows, wanted_rows
 
-Draw = Callable[[torch.Tensor, StepInputs[torch.Tensor]], torch.Tensor]
+Draw = Callable[[torch.Tensor, BatchInputs[torch.Tensor]], torch.Tensor]
 
 
 class ExtrasEnding:
@@ -53,10 +50,17 @@ class ExtrasEnding:
         self.counts: torch.Tensor | None = None  # [slots, V] int16, once a sequence has penalties
 
     def end(
-        self, step: UndrawnStep, extras: Extras, masks: TokenMasks | None, draw: Draw
+        self,
+        batch: Batch,
+        hidden: torch.Tensor,
+        inputs: BatchInputs[torch.Tensor],
+        masks: TokenMasks | None,
+        draw: Draw,
     ) -> StepOutput[torch.Tensor]:
-        """Draw a step's tokens, and compute its other requested outputs. draw: `Ending.draw`."""
-        batch, hidden, inputs = step
+        """Draw a step's tokens, and compute its other requested outputs. Arguments as in `Ending.end`; draw:
+        `Ending.draw`."""
+        extras = batch.extras
+        assert isinstance(extras, BatchExtras)
         last, scores, pooled, logprobs = hidden[: len(batch.slots)], None, None, None
         if extras.scored is not None or extras.pooled is not None:
             wanted = wanted_rows(batch)
@@ -64,7 +68,7 @@ class ExtrasEnding:
             def of(places: np.ndarray) -> torch.Tensor:
                 return hidden[self._device.send(np.searchsorted(wanted, places))]
 
-            last = of(last_rows(batch))
+            last = of(last_rows(batch.draws, batch.query_lens))
             if extras.scored is not None:
                 scores = self._score(of(extras.scored.wanted.places), extras.scored)
             if extras.pooled is not None:
@@ -75,14 +79,14 @@ class ExtrasEnding:
             token_ids, logprobs = self._draw_with(last, inputs, batch, extras, masks)
         else:
             token_ids = draw(last, inputs)
-        return StepOutput(token_ids[:, None], logprobs, scores, pooled)
+        return StepOutput(token_ids[:, None], ExtraOutput(logprobs, scores), pooled)
 
     def _draw_with(
         self,
         hidden: torch.Tensor,
-        inputs: StepInputs[torch.Tensor],
+        inputs: BatchInputs[torch.Tensor],
         batch: Batch,
-        extras: Extras,
+        extras: BatchExtras,
         masks: TokenMasks | None,
     ) -> tuple[torch.Tensor, LogprobColumns[torch.Tensor] | None]:
         """As `Ending.draw`, with the step's extras; return the tokens, and their logprobs if requested.
@@ -172,7 +176,7 @@ class ExtrasEnding:
         return RowMasks(self._device.send(mask_of_row), self._device.send(masks.bits))
 
     def _biased(
-        self, raw: torch.Tensor, extras: Extras, masks: TokenMasks | None, rows: slice
+        self, raw: torch.Tensor, extras: BatchExtras, masks: TokenMasks | None, rows: slice
     ) -> torch.Tensor:
         """Logits after logits processors and biases; a new tensor if there are any."""
         every, bias = () if masks is None else masks.processors, extras.bias

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.text.detokenizer import BYTE_OF_LETTER
-from nanovllm.text.tokenizer import num_bytes
+from nanovllm.text.processor import num_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

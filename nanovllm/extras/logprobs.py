@@ -10,8 +10,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from nanovllm.batch import LogprobColumns, TokenLogprobs
-from nanovllm.outputs import Logprob
+from nanovllm.answers import Logprob
+from nanovllm.extras.columns import LogprobColumns, TokenLogprobs
 from nanovllm.text.detokenizer import LONGEST_CUT
 
 _PromptLogprob = dict[int, Logprob] | None

@@ -11,18 +11,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from nanovllm.answers import Logprob, RequestOutput, unlisted
 from nanovllm.checks import show
 from nanovllm.extras.beams import BeamSearchParams
 from nanovllm.extras.logprobs import LogprobDicts
-from nanovllm.outputs import (
+from nanovllm.extras.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
     EmbeddingOutput,
     EmbeddingRequestOutput,
-    Logprob,
-    RequestOutput,
     ScoreOutput,
-    unlisted,
 )
 from nanovllm.pooling_params import PoolingParams
 

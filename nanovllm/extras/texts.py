@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nanovllm.batch import TokenLogprobs
+from nanovllm.answers import CompletionOutput, changed
 from nanovllm.checks import pack_token_ids
+from nanovllm.extras.columns import TokenLogprobs
 from nanovllm.extras.least_tokens import LeastTokens
 from nanovllm.extras.logits_processors import GuardedProcessors
 from nanovllm.extras.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.extras.stop_strings import StopSearch, StopStrings, text_stream
 from nanovllm.extras.structured import Constraint, GrammarCompiler
-from nanovllm.outputs import CompletionOutput, changed
 from nanovllm.params import SamplingParams
 from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer
-from nanovllm.text.processor import Processor, needs_tokenizer
+from nanovllm.text.processor import Processor, encode, needs_tokenizer, num_bytes
 from nanovllm.text.prompts import Request
-from nanovllm.text.tokenizer import encode, num_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

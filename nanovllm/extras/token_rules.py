@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from nanovllm.plan.sequence import Sequence as PlannedSequence
+from nanovllm.reasoning.budget import ThinkingBudget
 from nanovllm.reasoning.gate import ThinkingGate
 from nanovllm.text.prompts import Request
 
@@ -186,16 +186,8 @@ class RuledRow(NamedTuple):
 
     row: int
     rules: Sequence[Rule]  # at most one Grammar
-    token_ids: Sequence[int]  # all known tokens; between calls they grow by allowed tokens
+    token_ids: Sequence[int]  # of which the output is known; between calls they grow by allowed tokens
     start: int  # where the output begins
-
-
-def restrict_planned(sequences: Sequence[PlannedSequence], bits: np.ndarray) -> None:
-    """As `restrict_all`, with a row of bits for each sequence in order."""
-    rows = [
-        RuledRow(row, seq.rules, seq.token_ids, seq.num_prompt_tokens) for row, seq in enumerate(sequences)
-    ]
-    restrict_all(rows, bits)
 
 
 def restrict_all(rows: Sequence[RuledRow], bits: np.ndarray) -> None:
@@ -256,11 +248,7 @@ def make_rules(request: Request, eos_token_ids: Iterable[int] = ()) -> list[Rule
     return rules
 
 
-def dead_end(sequences: Iterable[PlannedSequence]) -> tuple[str, int] | None:
-    """Where the constraint of the first of these sequences allowed no token: llguidance's message, if any,
-    and the number of tokens before. None if there is no such place."""
-    for seq in sequences:
-        for rule in seq.rules:
-            if isinstance(rule, Grammar) and rule.dead_end is not None:
-                return rule.dead_end, len(seq.completion_token_ids)
-    return None
+def only_budget(rules: Sequence[Rule]) -> ThinkingBudget | None:
+    """The budget of a sequence that has no other rule: it says from which token on it acts."""
+    [rule] = rules if len(rules) == 1 else [None]
+    return rule if isinstance(rule, ThinkingBudget) else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanovllm.families.olmo import NormedAfterLayer
-from nanovllm.models.config import ModelConfig, ModelFamily
-from nanovllm.models.hf_config import FULL, HFConfig, layer_kinds, window_length
+from nanovllm.formats.config_json.values import layer_kinds, window_length
+from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
 
 
 def _is_sliding(hf: HFConfig, layer: int) -> bool:

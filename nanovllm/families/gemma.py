@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.formats.config_json.values import layer_kinds, number
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.stream import AnyStream, Step
-from nanovllm.models.config import ModelConfig, ModelFamily
+from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
-from nanovllm.models.hf_config import HFConfig, layer_kinds, number
 from nanovllm.quantization.names import FileNames
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.rotary import RopeConfig
 from nanovllm.families.gemma import GemmaFamily
+from nanovllm.formats.config_json.values import layer_kinds, number, rope_config
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.linear import (
@@ -28,12 +29,12 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.stream import AnyStream, NoNorm, RMSNorm, Step, Stream
 from nanovllm.layers.weights import WeightLayer
-from nanovllm.models.config import ModelConfig, ModelFamily
+from nanovllm.models.config import FULL, SLIDING, HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
-from nanovllm.models.hf_config import FULL, SLIDING, HFConfig, layer_kinds, number, rope_config
-from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard
+from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.names import FileNames
-from nanovllm.quantization.unquantized import QuantConfig
+from nanovllm.quantization.shards import WeightShard
 
 _IN_WHOLE = ("model.language_model.", "model.", "language_model.model.")  # where files have the decoder
 

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from nanovllm.layers.stream import AnyStream, Step
-from nanovllm.models.config import ModelConfig, ModelFamily
+from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
-from nanovllm.models.hf_config import HFConfig
 from nanovllm.quantization.names import FileNames
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from nanovllm.families.qwen3_moe import MoEFamily
+from nanovllm.formats.config_json.values import layer_kinds
 from nanovllm.formats.mxfp4.method import Mxfp4Config
 from nanovllm.kernels.activation import Activation
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.hf_config import HFConfig, layer_kinds
+from nanovllm.models.config import HFConfig, ModelConfig
 from nanovllm.moe.layers import ExpertNames, MoESpec
-from nanovllm.quantization.base import WeightSource
+from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.names import FileNames
-from nanovllm.quantization.unquantized import QuantConfig
+from nanovllm.quantization.shards import WeightSource
 
 _FIXED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"}  # the kernels' constants
 # What a checkpoint's tensor of all experts becomes, and its dimensions.
@@ -54,7 +54,7 @@ class _Part:
         step = 1 if self._first is None else 2
         read = [(step * start, step * stop), *others]
         read = read[::-1] if self._transposed else read
-        part = self._source[(self._expert, *(slice(*each) for each in read))]
+        part = self._source[(self._expert, *(slice(first, end) for first, end in read))]
         return _arranged(part, self._first, self._transposed)
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from nanovllm.families.llama import LLAMA
+from nanovllm.formats.config_json.values import layer_kinds, number
 from nanovllm.layers.stream import AnyStream, Step
-from nanovllm.models.config import ModelConfig, ModelFamily
+from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
-from nanovllm.models.hf_config import FULL, HFConfig, layer_kinds, number
 from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.names import FileNames
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nanovllm.families.llama import LLAMA
-from nanovllm.models.config import ModelFamily
-from nanovllm.models.hf_config import FULL, SLIDING, window_length
+from nanovllm.formats.config_json.values import window_length
+from nanovllm.models.config import FULL, SLIDING, ModelFamily
 
 MISTRAL = ModelFamily(
     defaults={

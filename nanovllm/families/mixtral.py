@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from nanovllm.families.mistral import MISTRAL
 from nanovllm.families.qwen3_moe import MoEFamily
-from nanovllm.models.hf_config import FULL, SLIDING, HFConfig
+from nanovllm.models.config import FULL, SLIDING, HFConfig
 from nanovllm.moe.layers import MoESpec
 
 

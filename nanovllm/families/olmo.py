@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.formats.config_json.values import layer_kinds
 from nanovllm.layers.stream import AnyStream, NoNorm, Step
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
-from nanovllm.models.hf_config import layer_kinds
 
 
 class NormedAfterLayer(nn.Module):

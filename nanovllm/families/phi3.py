@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanovllm.attention.rotary import RopeConfig
-from nanovllm.models.config import ModelConfig, ModelFamily
-from nanovllm.models.hf_config import FULL, SLIDING, HFConfig, window_length
+from nanovllm.formats.config_json.values import window_length
+from nanovllm.models.config import FULL, SLIDING, HFConfig, ModelConfig, ModelFamily
 from nanovllm.quantization.names import FileNames
 
 

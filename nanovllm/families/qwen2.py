@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from nanovllm.models.config import ModelFamily
-from nanovllm.models.hf_config import FULL, HFConfig, layer_kinds, window_length
+from nanovllm.formats.config_json.values import layer_kinds, window_length
+from nanovllm.models.config import FULL, HFConfig, ModelFamily
 
 QWEN_DEFAULTS = {
     "vocab_size": 151936,

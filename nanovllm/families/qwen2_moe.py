@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nanovllm.families.qwen2 import max_window_layers, windows
 from nanovllm.families.qwen3_moe import QWEN3_MOE, MoEFamily
-from nanovllm.models.hf_config import HFConfig
+from nanovllm.models.config import HFConfig
 
 
 def _kinds(hf: HFConfig) -> Sequence[str]:

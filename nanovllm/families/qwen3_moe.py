@@ -11,9 +11,8 @@ from torch import nn
 
 from nanovllm.families.qwen2 import windows
 from nanovllm.layers.stream import AnyStream, Step
-from nanovllm.models.config import ModelConfig, ModelFamily
+from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
-from nanovllm.models.hf_config import HFConfig
 from nanovllm.moe.layers import ExpertNames, MoE, MoESpec
 from nanovllm.quantization.names import FileNames
 

@@ -5,20 +5,16 @@ It reads the core's paged cache in the model's dtype, never an FP8 cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from nanovllm.attention.base import (
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionSpec,
-    PrefillRanges,
-)
+from nanovllm.attention.backends import AttentionBackend
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
 from nanovllm.device import Device
 from nanovllm.kernels.paged import KVCache
 
@@ -114,28 +110,24 @@ class FlashAttnBackend(AttentionBackend):
             options["window_size"] = spec.window - 1, 0  # tokens before it and after it
         if spec.softcap is not None:
             options["softcap"] = spec.softcap
+        attend: Callable[..., torch.Tensor]
         if meta.prefill is None:
-            out = package.flash_attn_with_kvcache(
-                q[:, None],
-                cache.k,
-                cache.v,
-                cache_seqlens=meta.context_lens,
-                block_table=meta.block_tables,
-                softmax_scale=spec.scale,
-                causal=True,
-                **options,
+            attend = partial(package.flash_attn_with_kvcache, q[:, None], cache_seqlens=meta.context_lens)
+        else:
+            attend = partial(
+                package.flash_attn_varlen_func,
+                q,
+                cu_seqlens_q=meta.prefill.cu_seqlens_q,
+                cu_seqlens_k=meta.prefill.cu_seqlens_k,
+                max_seqlen_q=meta.prefill.max_seqlen_q,
+                max_seqlen_k=meta.max_seqlen_k,
             )
-            return out[:, 0]
-        return package.flash_attn_varlen_func(
-            q,
+        out = attend(
             cache.k,
             cache.v,
-            cu_seqlens_q=meta.prefill.cu_seqlens_q,
-            cu_seqlens_k=meta.prefill.cu_seqlens_k,
-            max_seqlen_q=meta.prefill.max_seqlen_q,
-            max_seqlen_k=meta.max_seqlen_k,
             softmax_scale=spec.scale,
             causal=True,
             block_table=meta.block_tables,
             **options,
         )
+        return out[:, 0] if meta.prefill is None else out

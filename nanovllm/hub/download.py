@@ -13,8 +13,7 @@ from pathlib import Path
 import huggingface_hub
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.models.checkpoint import MODULES_FILE
-from nanovllm.models.registry import Hub
+from nanovllm.models.registry import MODULES_FILE, Hub
 
 _TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights

@@ -124,12 +124,16 @@ class NanoVLLM(TemplateLM):
             "continue_final_message": not add_generation_prompt,
             **self._template_args,
         }
+
+        def applied(messages: list[dict[str, str]]) -> str:
+            return str(self.tokenizer.apply_chat_template(messages, **options))
+
         try:
-            return str(self.tokenizer.apply_chat_template(chat_history, **options))
+            return applied(chat_history)
         except TemplateError as error:
             _logger.warning("system messages are dropped, because the chat template says: %s", error)
             others = [message for message in chat_history if message["role"] != "system"]
-            return str(self.tokenizer.apply_chat_template(others, **options))
+            return applied(others)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
         """The token ids of a string; if it begins with the beginning-of-sequence token, no other is added."""

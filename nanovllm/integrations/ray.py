@@ -13,10 +13,10 @@ from typing import Any
 
 import xxhash
 
+from nanovllm.answers import RequestOutput
 from nanovllm.config import Config
 from nanovllm.integrations.ray_batches import Column, open_batch
 from nanovllm.llm import LLM
-from nanovllm.outputs import RequestOutput
 from nanovllm.params import SamplingParams
 
 try:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanovllm.answers import RequestOutput
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.llm import LLM
-from nanovllm.outputs import RequestOutput
 from nanovllm.params import SamplingParams
 
 

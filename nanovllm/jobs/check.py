@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from nanovllm.attention.backends import BACKENDS
+from nanovllm.checks import BadRow, attempt
 from nanovllm.config import Config, versions
 from nanovllm.cpu import isa
 from nanovllm.device import Device
@@ -31,7 +32,6 @@ from nanovllm.engine.startup import (
     recommended_params,
     resolve_max_model_len,
 )
-from nanovllm.errors import BadRow, attempt
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, caught_signals, refusing
 from nanovllm.jobs.job import engine_options, find_files, make_format, open_job
 from nanovllm.jobs.progress import Display
@@ -176,8 +176,8 @@ def _refused(tasks: list[Task], renderer: Renderer, processor: Processor) -> Ite
         each if isinstance(each, Exception) else attempt(parse_prompt, each, "the prompt")
         for each in renderer.prompts(tasks)
     ]
-    where, limit = ["the prompt"] * len(tasks), processor.max_model_len
-    requests = processor.make_requests(prompts, [task.params for task in tasks], where, 0)
+    limit = processor.max_model_len
+    requests = processor.make_requests(prompts, [task.params for task in tasks], 0)
     for task, request in zip(tasks, requests, strict=True):
         if isinstance(request, Exception):
             yield task.index, f"{task.place}: {request}", True

@@ -31,9 +31,8 @@ from nanovllm.jobs.check import version
 from nanovllm.jobs.errors import ANSWERED, REFUSED
 from nanovllm.jobs.job import engine_options
 from nanovllm.layers.stream import Group
-from nanovllm.models.checkpoint import Checkpoint
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.registry import Hub, open_checkpoint, resolve_model_path
+from nanovllm.models.registry import Checkpoint, Hub, open_checkpoint, resolve_model_path
 from nanovllm.models.weights import check_weights, weight_bytes
 from nanovllm.runner.memory import check_weights_fit
 

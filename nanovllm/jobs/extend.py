@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanovllm.errors import attempt
+from nanovllm.checks import attempt
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.job import STDIN, copied, open_job
 from nanovllm.jobs.journal import chunks, hash_file

@@ -12,8 +12,8 @@ from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.output import input_columns, ordered_lines, records, write_csv
 from nanovllm.jobs.packed import PACKINGS, import_zstd, open_rows, packed, packing_of
 from nanovllm.jobs.parquet import ParquetSource, import_pyarrow, write_parquet
+from nanovllm.jobs.side_files import replaced
 from nanovllm.jobs.sources import TABLES, CSVSource, JSONLinesSource, Source
-from nanovllm.side_files import replaced
 
 SOURCES: dict[str, Callable[..., Source]] = {
     "jsonl": JSONLinesSource,
@@ -76,16 +76,17 @@ def open_source(
             raise JobRefusedError(
                 f"{name} is a compressed Parquet file, which is compressed within; unpack it"
             )
-        table = {key: value for key, value in (("quoting", quoting), ("delimiter", delimiter)) if value}
-        if table and format not in TABLES:
-            flags = " and ".join(f"--{key}" for key in table)
+        of_tables = [name for name, value in (("--quoting", quoting), ("--delimiter", delimiter)) if value]
+        if of_tables and format not in TABLES:
+            flags = " and ".join(of_tables)
             raise JobRefusedError(f"{name} is read as {format}, and {flags} is for CSV and TSV; leave it out")
         if format == "jsonl" and start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             raise JobRefusedError(
                 f"{name} is a JSON array, and an object on every line is read; convert it, for example with "
                 "`jq -c '.[]'`"
             )
-        return SOURCES[format](path, **table)
+        make = SOURCES[format]
+        return make(path, quoting, delimiter) if format in TABLES else make(path)
     except OSError as error:
         raise JobRefusedError(f"{name}: {error.strerror or error}") from None
 

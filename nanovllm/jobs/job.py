@@ -27,10 +27,10 @@ from nanovllm.jobs.formats import ENDINGS, check_can_write, endings, is_exported
 from nanovllm.jobs.journal import CHUNK, hash_file
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.params import job_params
+from nanovllm.jobs.side_files import check_name, new_file, own_file
 from nanovllm.jobs.sources import Input, Source
 from nanovllm.jobs.tasks import DEFAULTS, PlainFormat, RowFormat
 from nanovllm.params import SamplingParams
-from nanovllm.side_files import check_name, new_file, own_file
 
 # Options of LLM that only set where and how a job runs. They may change when a job resumes.
 _MAY_CHANGE = {
@@ -263,11 +263,19 @@ def _open_part(args: argparse.Namespace, path: Path, plain: PlainFormat, name: s
 
 
 def _plain_format(args: argparse.Namespace, params: SamplingParams, seed: int) -> PlainFormat:
-    columns = {"prompt": args.prompt_column, "messages": args.messages_column, "id": args.id_column}
     given = COPIED if args.columns is None else args.columns
     copied = {"all": None, "none": ()}.get(given, given) if isinstance(given, str) else given
-    chat = {"chat": args.chat, "system": args.system}
-    return PlainFormat(params, seed, template=args.template, copied=copied, **columns, **chat)
+    return PlainFormat(
+        params,
+        seed,
+        prompt=args.prompt_column,
+        template=args.template,
+        messages=args.messages_column,
+        id=args.id_column,
+        copied=copied,
+        chat=args.chat,
+        system=args.system,
+    )
 
 
 def make_format(

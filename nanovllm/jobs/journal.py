@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from nanovllm.jobs.errors import JobRefusedError
-from nanovllm.side_files import open_own, own_file, replaced
+from nanovllm.jobs.side_files import open_own, own_file, replaced
 
 _ABOUT = (
     "The state of a `nanovllm run` job. The same command resumes it. To start over and keep these answers, "

@@ -299,12 +299,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser, explained: bool) -> N
         kind = str(field.type).removesuffix(" | None")
         shown = "" if field.default is None else f" (default: {field.default})"
         text = about[name] + shown if explained else argparse.SUPPRESS
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
         if kind == "bool":
-            options["action"] = argparse.BooleanOptionalAction
+            action = argparse.BooleanOptionalAction
+            engine.add_argument(flags[name], default=argparse.SUPPRESS, help=text, action=action)
         else:
-            options |= {"type": str if kind == "str" else _json_or_text, "metavar": "VALUE"}
-        engine.add_argument(flags[name], **options)
+            read = str if kind == "str" else _json_or_text
+            engine.add_argument(flags[name], default=argparse.SUPPRESS, help=text, type=read, metavar="VALUE")
 
 
 def texts_of_options() -> dict[str, str]:

@@ -11,12 +11,13 @@ from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from nanovllm.answers import CompletionOutput, Logprob, RequestOutput
+from nanovllm.extras.outputs import EmbeddingRequestOutput
+from nanovllm.inputs import show
 from nanovllm.jobs.parsed import message_of
 from nanovllm.jobs.sources import SourceRow, Values
 from nanovllm.jobs.tasks import RowFormat, Task, conversation, logprob_number, prompt_of
-from nanovllm.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput
 from nanovllm.params import SamplingParams
-from nanovllm.text.prompts import show
 from nanovllm.vllm.arguments import SAMPLING, elsewhere
 
 _CHAT, _COMPLETIONS, _EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"

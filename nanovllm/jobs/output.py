@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from nanovllm.jobs.errors import JobFailedError
-from nanovllm.side_files import open_own, replaced, sync_folder
+from nanovllm.jobs.side_files import open_own, replaced, sync_folder
 from nanovllm.stats.summary import counted
 
 KEPT_ERRORS = 200  # the number that a report lists
@@ -176,7 +176,8 @@ class Output:
                 if record is None:
                     num_dropped += 1
                     continue
-                self._count(*record)
+                index, values = record
+                self._count(index, values)
                 good_end, num_before = file.tell(), num_dropped
         os.ftruncate(self._descriptor, good_end)
         self.num_dropped += num_dropped

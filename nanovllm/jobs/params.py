@@ -11,10 +11,10 @@ from typing import Any
 
 from nanovllm.engine.requests import drawn_seed
 from nanovllm.extras.structured_outputs import StructuredOutputsParams
+from nanovllm.inputs import show
 from nanovllm.jobs.errors import refusing
 from nanovllm.jobs.sources import parse_json
 from nanovllm.params import SamplingParams
-from nanovllm.text.prompts import show
 
 PARAMS_COLUMN = "sampling_params"
 

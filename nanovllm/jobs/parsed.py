@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanovllm.answers import CompletionOutput
 from nanovllm.chat.conversations import Thinking
-from nanovllm.outputs import CompletionOutput
 
 
 def how_it_ended(reason: str | None, text: str | None, reasoning: str | None, calls: Any) -> str:

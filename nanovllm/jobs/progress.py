@@ -17,15 +17,16 @@ from datetime import timedelta
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple, TextIO
 
+from nanovllm.answers import RequestOutput, unlisted
 from nanovllm.batch import StepKind
-from nanovllm.engine.progress import LINE_SECONDS, in_notebook
-from nanovllm.engine.stats import StepStats, short
+from nanovllm.engine.stats import StepStats
+from nanovllm.extras.outputs import EmbeddingRequestOutput
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.parsed import how_it_ended
 from nanovllm.jobs.sources import Source
-from nanovllm.outputs import EmbeddingRequestOutput, RequestOutput, unlisted
-from nanovllm.stats.summary import EngineStats, TimelinePoint, coarser, counted
+from nanovllm.stats.progress import LINE_SECONDS, in_notebook
+from nanovllm.stats.summary import EngineStats, TimelinePoint, coarser, counted, short
 
 _DRAW_SECONDS = 0.2  # in a terminal
 _LOOK_SECONDS, _NOTE_SECONDS = 0.1, 0.5  # between looks at the clock, and notes of the last minute

@@ -18,7 +18,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.startup import find_model, overridden, read_generation_config, recommended_params
-from nanovllm.engine.stats import StepStats, short
+from nanovllm.engine.stats import StepStats
 from nanovllm.errors import NanoVLLMError
 from nanovllm.jobs import errors
 from nanovllm.jobs.errors import (
@@ -53,7 +53,7 @@ from nanovllm.llm import LLM
 from nanovllm.models.registry import open_checkpoint
 from nanovllm.params import SamplingParams
 from nanovllm.report import Answers, GPUMonitor, Sample, check_path, write_report
-from nanovllm.stats.summary import counted
+from nanovllm.stats.summary import counted, short
 
 _RESUMES = "; the same command resumes"
 _SHOWN_FILES = 10
@@ -96,9 +96,10 @@ def _run_job(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
                 lambda old_input: extend(args, source, old_input, path),
             )
             answers = Answers()
-            each = None if args.report is None else lambda *row: answers.add(_sample_of(*row))
-            more = {"drop_errors": args.retry_errors, "echo": args.echo, "each": each}
-            output = Output(path, source.span, args.output, **more)
+            each = None if args.report is None else lambda row, record: answers.add(_sample_of(row, record))
+            output = Output(
+                path, source.span, args.output, drop_errors=args.retry_errors, echo=args.echo, each=each
+            )
         except OSError as error:
             raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
         if before is not None and before.get("versions") != journal.state["versions"]:
@@ -127,8 +128,8 @@ def _run(runner: JobRunner, journal: Journal, answer: Callable[[], None]) -> int
         state = state.replace(_RESUMES, "; an output to standard output cannot be resumed, so run it again")
     progress.close()
     with suppress(OSError):  # on a full disk the journal still says that the job runs
-        rows = {"rows": len(output.finished), "error_rows": output.num_errors}
-        journal.update(state=state, pid=None, **rows)
+        finished, failed = len(output.finished), output.num_errors
+        journal.update(state=state, pid=None, rows=finished, error_rows=failed)
     if isinstance(error, JobRefusedError) and not signals.seen:
         raise error
     _say(f"{output_name(args)}: {state}. {_summary(progress, runner.num_rows)}")

@@ -15,7 +15,7 @@ from itertools import groupby, islice, pairwise
 from sys import getsizeof
 from typing import Any, TypeAlias, TypeVar
 
-from nanovllm.errors import BadRow, attempt
+from nanovllm.checks import BadRow, attempt
 from nanovllm.jobs.errors import TOO_MANY_ERRORS, JobFailedError, Signals
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.progress import JobProgress, Work

@@ -16,17 +16,19 @@ from string import Formatter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from nanovllm.answers import CompletionOutput, Logprob, RequestOutput, unlisted
 from nanovllm.chat.conversations import check_template_options, parse_conversations, render_conversations
 from nanovllm.chat.templates import TemplateProcess
-from nanovllm.errors import BadRow, attempt, raise_first
+from nanovllm.checks import BadRow, attempt, raise_first
+from nanovllm.extras.outputs import EmbeddingRequestOutput
+from nanovllm.inputs import show
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.output import COLUMNS, PARSED, to_text
 from nanovllm.jobs.params import PARAMS_COLUMN, own_params, row_params
 from nanovllm.jobs.parsed import parsed_columns, thinking_of
 from nanovllm.jobs.sources import SourceRow, Values, parse_json
-from nanovllm.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput, unlisted
 from nanovllm.params import SamplingParams
-from nanovllm.text.prompts import Prompt, show
+from nanovllm.text.prompts import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,9 +145,16 @@ class PlainFormat(RowFormat):
                 raise ValueError(f"there is no column {name!r}; there are {_names(values)}")
         prompt, is_chat = self._prompt(values)
         params = self.params_of(row.index, own_params(values.get(PARAMS_COLUMN)))
-        about: dict[str, Any] = {"place": row.place, "num_bytes": row.num_bytes}
-        about["columns"] = self.copied(values)
-        return Task(row.index, self.row_id(values), prompt, params, is_chat, **about)
+        return Task(
+            row.index,
+            self.row_id(values),
+            prompt,
+            params,
+            is_chat,
+            place=row.place,
+            num_bytes=row.num_bytes,
+            columns=self.copied(values),
+        )
 
     def row_id(self, values: Values) -> Any:
         return next((values[name] for name in self._ids if values.get(name) is not None), None)
@@ -303,18 +312,12 @@ def _logprobs(output: CompletionOutput) -> list[list[dict[str, Any]]] | None:
     """For each token a list: the drawn token, then the requested likeliest tokens."""
     if output.logprobs is None:
         return None
-    return [
-        [
-            {
-                "token_id": token_id,
-                "token": each.decoded_token,
-                "logprob": logprob_number(each),
-                "rank": each.rank,
-            }
-            for token_id, each in row.items()
-        ]
-        for row in output.logprobs
-    ]
+    return [[_logprob(token_id, each) for token_id, each in row.items()] for row in output.logprobs]
+
+
+def _logprob(token_id: int, token: Logprob) -> dict[str, Any]:
+    named = {"token_id": token_id, "token": token.decoded_token}
+    return named | {"logprob": logprob_number(token), "rank": token.rank}
 
 
 def logprob_number(token: Logprob) -> float:

@@ -100,12 +100,12 @@ def by_device(
 
     @wraps(kernel)
     def operation(x: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        run = reference
         if use_triton(x):
-            return kernel(x, *args, **kwargs)
-        if cpu and use_cpu_kernels(x, dtypes):
-            done: T = cpu_kernel(cpu)(x, *args, **kwargs)
-            return done
-        return reference(x, *args, **kwargs)
+            run = kernel
+        elif cpu and use_cpu_kernels(x, dtypes):
+            run = cpu_kernel(cpu)
+        return run(x, *args, **kwargs)
 
     return operation
 

@@ -307,7 +307,7 @@ def paged_decode_attention_triton(
         longest = min(max_context_len, window + alone.block_n - 1)
     chunks = max(1, -(-longest // chunk))
     shape = (sequences, heads.q_heads, chunks) if chunks > 1 else (1, 1, 1)
-    partial = q.new_empty(*shape, heads.head_dim, dtype=torch.float32)
+    partial = q.new_empty((*shape, heads.head_dim), dtype=torch.float32)
     logs = q.new_empty(shape, dtype=torch.float32)
 
     def launch(

@@ -242,19 +242,21 @@ def paged_prefill_attention_triton(
     invariant: bool = False,
     tiles: Tiles | None = None,
     variant: Variant = PLAIN,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each sequence's new tokens over its context, which ends with these tokens.
 
-    q: [T, q_heads, head_dim], the new tokens of all sequences, last dimension contiguous. Cache cells past a
-    context may hold anything. block_tables: [S, W] int32. cu_seqlens_q: [S + 1] int32, prefix sum of the new
-    tokens of each sequence, at most `max_seqlen_q` each. context_lens: [S] int32, cached and new tokens. New
-    token i of n has position context_len - n + i. A sequence of context length 0 gives zeros. Returns a new
-    [T, q_heads, head_dim]. With `invariant` a token's bits do not depend on how its prompt is split, or on
-    other sequences. tiles: replaces the automatic choice. Keys before every window are not read. The tiling
-    is that of FlashAttention-2 (Dao, 2023).
+    q: [T, q_heads, head_dim], the new tokens of all sequences, last dimension contiguous. Cache cells
+    past a context may hold anything. block_tables: [S, W] int32. cu_seqlens_q: [S + 1] int32, prefix sum
+    of the new tokens of each sequence, at most `max_seqlen_q` each. context_lens: [S] int32, cached and
+    new tokens. New token i of n has position context_len - n + i. A sequence of context length 0 gives
+    zeros. Returns a new [T, q_heads, head_dim], or `out`, contiguous, which may be q: a program reads its
+    queries before it writes. Rows of no sequence hold anything. With `invariant` a token's bits do not
+    depend on how its prompt is split, or on other sequences. tiles: replaces the automatic choice. Keys
+    before every window are not read. The tiling is that of FlashAttention-2 (Dao, 2023).
     """
     heads, (k, v, k_scale, v_scale) = Heads.of(q, cache), cache
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if len(q) == 0:
         return out
     assert block_tables.stride(1) == 1

@@ -169,12 +169,24 @@ def sample_triton(
     blocks = -(-vocab // BLOCK)
     block_stats = torch.empty(rows, 2 * blocks, dtype=torch.float32, device=logits.device)
     pdl = use_pdl(logits)
-    constants = {"GREEDY_BELOW": GREEDY_BELOW, "LOG2_E": _LOG2_E, "LEAST": _LEAST_FACTOR, "BLOCK": BLOCK}
-    constants |= {"SEGMENT": SEGMENT, "USE_PDL": pdl, "launch_pdl": pdl}
     seg_max, masses = torch.empty(2, rows, blocks * BLOCK // SEGMENT, device=logits.device)
     lists = torch.empty_like(seg_max, dtype=torch.int32)
     _sample_block_kernel[(rows, blocks)](
-        logits, temperature, block_stats, seg_max, logits.stride(0), vocab, blocks, **constants, num_warps=2
+        logits,
+        temperature,
+        block_stats,
+        seg_max,
+        logits.stride(0),
+        vocab,
+        blocks,
+        GREEDY_BELOW=GREEDY_BELOW,
+        LOG2_E=_LOG2_E,
+        LEAST=_LEAST_FACTOR,
+        BLOCK=BLOCK,
+        SEGMENT=SEGMENT,
+        USE_PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=2,
     )
     _sample_pick_kernel[(rows,)](
         logits,
@@ -192,7 +204,13 @@ def sample_triton(
         logits.stride(0),
         vocab,
         blocks,
-        **constants,
+        GREEDY_BELOW=GREEDY_BELOW,
+        LOG2_E=_LOG2_E,
+        LEAST=_LEAST_FACTOR,
+        BLOCK=BLOCK,
+        SEGMENT=SEGMENT,
+        USE_PDL=pdl,
+        launch_pdl=pdl,
         AT_ONCE=SEGMENTS_AT_ONCE,
         STAGES=STAGES,
         SHIFT=_SHIFTS[logits.dtype],

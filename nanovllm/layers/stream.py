@@ -19,8 +19,9 @@ from nanovllm.attention.base import AttentionColumns, AttentionMetadata, StepCol
 from nanovllm.batch import Batch
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.weights import WeightLayer
-from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard, WeightSource
-from nanovllm.quantization.unquantized import QuantConfig
+from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.config import QuantConfig
+from nanovllm.quantization.shards import WeightShard, WeightSource
 
 
 class Step(NamedTuple):

@@ -1,6 +1,6 @@
-"""ModelConfig: a checkpoint's config.json, checked and normalised; ModelFamily: how to read it.
+"""ModelConfig: what a model computes; ModelFamily: how config.json says so; HFConfig: typed reading of it.
 
-Reads plain dicts of transformers 4 and 5. Refuses what the decoder does not compute; opens no file.
+The reading itself is a door, which `doors.CONFIG_JSON` names. Opens no file.
 """
 
 from __future__ import annotations
@@ -14,47 +14,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from nanovllm import doors
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.attention.rotary import RopeConfig
+from nanovllm.doors import Table
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.linear import can_split_heads
-from nanovllm.models.hf_config import (
-    FULL,
-    SLIDING,
-    HFConfig,
-    activation,
-    dtype,
-    dual_chunk,
-    eos_token_ids,
-    fraction,
-    rope_config,
-    window_length,
-)
-from nanovllm.models.spellings import NAMES, Ropes, one_form
+from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.names import FileNames
-from nanovllm.quantization.registry import quant_config
-from nanovllm.quantization.unquantized import QuantConfig
 
 _MAX_RANKS = 1024  # tensor_parallel_size up to this is proposed in an error
-MAX_ELEMENTS = 2**48  # of one weight
-
-# Keys of config.json for features that the decoder does not have, each with the values that turn them off.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    key: values
-    for values, keys in (
-        ((None,), "attention_chunk_size attention_multiplier clip_qkv dim_model_base query_pre_attn_scalar"),
-        ((None,), "scale_depth"),
-        ((None, 0), "attn_logit_softcapping final_logit_softcapping no_rope_layer_interval"),
-        ((None, 0), "num_experts n_routed_experts"),
-        ((None, 1), "embedding_multiplier logit_scale logits_scaling residual_multiplier scale_emb"),
-        ((None, False), "alibi attn_temperature_tuning qk_layernorm use_bidirectional_attention"),
-        ((None, False), "use_parallel_residual use_qk_norm"),  # Qwen3 has its own q/k norms, always
-        ((None, True), "is_causal use_rope"),
-        ((None, []), "no_rope_layers"),
-        ((None, {}), "compression_config quantization"),
-    )
-    for key in keys.split()
-}
+FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers in layer_types
+# Which layers settings hold for that are not stated for each kind of layer. "one": all. "unscaled": layers
+# with a window have no scaling. "local": nor the same theta, but rope_local_base_freq. "each": none, only
+# rope_parameters states them, and for each kind.
+Ropes = Literal["one", "unscaled", "local", "each"]
 
 
 class Mixture(ABC):
@@ -229,6 +203,38 @@ class ModelConfig:
             )
 
 
+class HFConfig:
+    """Typed reading of a config.json dict. A missing key takes the family's default, null the caller's."""
+
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.raw = raw
+        self.defaults = defaults
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of `key`, or the family's default if it is missing; `default` if that is null."""
+        value = self.raw[key] if key in self.raw else self.defaults.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
+        if value >= 2**31:
+            raise ValueError(f"config.json: {key} must be below 2**31, not {value!r}")
+        return value
+
+    def boolean(self, key: str) -> bool:
+        """Return True or False; null counts as False."""
+        value = self.get(key, False)
+        if not isinstance(value, bool):
+            raise ValueError(f"config.json: {key} must be true or false, not {value!r}")
+        return value
+
+
+_READERS: Table[Callable[..., Any]] = Table(doors.CONFIG_JSON)
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """The properties of one family of decoders. A bias may be the name of its key in config.json.
@@ -247,7 +253,7 @@ class ModelFamily:
     rotary_share: float | None = None  # of a head's elements, unless config.json says it; None: always 1
     interleaved: bool = False  # rope rotates neighbouring elements of a head
     layer: Callable[..., Any] | None = None  # see `ModelConfig`; ranks import it by its name
-    reads: tuple[str, ...] = ()  # keys of NEUTRAL that `read` reads
+    reads: tuple[str, ...] = ()  # keys that `read` reads, of those that are refused otherwise
 
     def model_config(
         self,
@@ -262,97 +268,24 @@ class ModelFamily:
 
         Raises ValueError for anything malformed or not supported.
         """
-        raw = one_form(self.text_config(raw), self.text_config(overrides), self.defaults, self.ropes)
-        hf = HFConfig(self.own_names(raw), self.defaults)
-        quant = quant_config(hf.get("quantization_config"), quantization)
-        _refuse_unsupported(hf, self.reads)
-        stop = eos_token_ids(hf, generation or {})
-        config = self.read(hf)
-        if config.names.packed and not quant.keeps_rows:
-            raise ValueError(
-                f"config.json: quantization_config: weights of 4 bits are not supported in {architecture}, "
-                f"whose checkpoints hold several projections as one ({', '.join(config.names.packed)}); use "
-                "its FP8, bfloat16 or float16 checkpoint"
-            )
-        return replace(
-            config,
-            architecture=architecture,
-            eos_token_ids=stop,
-            layer=config.layer or self.layer,
-            quant=quant.in_files(config.names),
-        )
+        read = _READERS["family"]
+        config: ModelConfig = read(self, architecture, raw, generation, quantization, overrides)
+        return config
 
     def text_config(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of config.json that describes the decoder."""
         return raw
 
     def own_names(self, raw: dict[str, Any]) -> Mapping[str, Any]:
-        """config.json, as `one_form` gives it, with the names that `read` knows."""
+        """config.json, in one form and with overrides in place, with the names that `read` knows."""
         return raw
 
     def rope(self, hf: HFConfig, kind: str) -> RopeConfig:
         """The rotary embedding of layers of this kind."""
-        params, positions = hf.raw["rope_parameters"][kind], hf.integer("max_position_embeddings")
-        return rope_config(params, positions, self.rotary_share, self.interleaved)
+        config: RopeConfig = _READERS["rope"](self, hf, kind)
+        return config
 
     def read(self, hf: HFConfig) -> ModelConfig:
         """Read config.json. ValueError for what is malformed or not supported."""
-        hidden_size, num_heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
-        num_kv_heads = hf.integer("num_key_value_heads", num_heads)
-        head_dim = hf.integer("head_dim", hidden_size // num_heads)
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"config.json: num_attention_heads {num_heads} is not a multiple of "
-                f"num_key_value_heads {num_kv_heads}"
-            )
-        if head_dim % 2 or head_dim < 4:
-            raise ValueError(f"config.json: head_dim must be even and at least 4, not {head_dim}")
-        intermediate_size, vocab_size = hf.integer("intermediate_size"), hf.integer("vocab_size")
-        if hidden_size * max(vocab_size, 2 * intermediate_size, 3 * num_heads * head_dim) > MAX_ELEMENTS:
-            raise ValueError(
-                f"config.json: hidden_size {hidden_size} with vocab_size {vocab_size}, intermediate_size "
-                f"{intermediate_size} or num_attention_heads {num_heads} gives weights that no memory holds"
-            )
-        kinds = tuple(self.kinds(hf))
-        spec = AttentionSpec(num_heads, num_kv_heads, head_dim, qk_norm=self.qk_norm)
-        specs = {kind: replace(spec, rope=self.rope(hf, kind)) for kind in sorted({FULL, *kinds})}
-        if SLIDING in specs:
-            specs[SLIDING] = replace(specs[SLIDING], window=window_length(hf))
-        longest = specs[FULL].rope
-        assert longest is not None
-
-        def bias(value: bool | str) -> bool:
-            return hf.boolean(value) if isinstance(value, str) else value
-
-        return ModelConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_layers=hf.integer("num_hidden_layers"),
-            attention=tuple(specs[kind] for kind in kinds),
-            rms_norm_eps=fraction(hf, "rms_norm_eps"),
-            max_position_embeddings=longest.max_position(hf.integer("max_position_embeddings")),
-            tie_word_embeddings=hf.boolean("tie_word_embeddings"),
-            qkv_bias=bias(self.qkv_bias),
-            o_bias=bias(self.o_bias),
-            mlp_bias=bias(self.mlp_bias),
-            dtype=dtype(hf),
-            activation=activation(hf),
-            dual_chunk=dual_chunk(hf),
-        )
-
-
-def _refuse_unsupported(hf: HFConfig, known: tuple[str, ...]) -> None:
-    for key, neutral in NEUTRAL.items():
-        if key not in known and not any(hf.get(key) == value for value in neutral):
-            others = "".join(f" (or {name})" for name in NAMES.get(key, ()) if name != key)
-            raise ValueError(
-                f"config.json: {key}{others} {hf.get(key)!r} is not supported; supported: "
-                f"{', '.join(map(repr, neutral))}, which change nothing"
-            )
-    kinds = hf.get("layer_types", [])
-    if not isinstance(kinds, list) or not all(kind in (FULL, SLIDING) for kind in kinds):
-        other = [kind for kind in kinds if kind not in (FULL, SLIDING)] if isinstance(kinds, list) else kinds
-        raise ValueError(
-            f"config.json: layer_types {other!r} are not supported; supported: {FULL}, {SLIDING}"
-        )
+        config: ModelConfig = _READERS["decoder"](self, hf)
+        return config

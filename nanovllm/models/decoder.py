@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.attention.base import AttentionBackend, StepMetadata
+from nanovllm.attention.backends import AttentionBackend
+from nanovllm.attention.base import AttentionMetadata, StepMetadata
 from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.kernels.copy_cells import copy_cells
 from nanovllm.kernels.kinds import unknown
@@ -28,8 +29,9 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.stream import AnyStream, Group, HeadsNorm, RMSNorm, Step
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
-from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard
-from nanovllm.quantization.unquantized import QuantConfig
+from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.config import QuantConfig
+from nanovllm.quantization.shards import WeightShard
 
 
 class Build(NamedTuple):
@@ -130,13 +132,23 @@ class Attention(WeightLayer):
         )
         if spec.kv_from is None:
             q = qk_norm_rope_store(q, k, v, rotation, self.cache, meta.slot_mapping)
-            if meta.copies is not None:  # of what earlier steps stored, or this one
-                copy_cells(*self.cache[:2], meta.copies.cells, meta.copies.longest)
+            self._copy_cells(meta)
         else:
             q = q_norm_rope_reference(q, rotation)
         attended = self.backend.forward(q, self.cache, meta, spec, self.sinks)
         product: Product = self.o_proj(attended.flatten(1))
         return product
+
+    def attend_in_place(self, q: torch.Tensor, meta: AttentionMetadata) -> None:
+        """The part of `forward` before its last product, in a prefill step. The result overwrites q
+        [T, heads, head_dim], contiguous. meta: of this layer's group."""
+        if self.spec.kv_from is None:
+            self._copy_cells(meta)
+        self.backend.replace(q, self.cache, meta, self.spec, self.sinks)
+
+    def _copy_cells(self, meta: AttentionMetadata) -> None:
+        if meta.copies is not None:  # of what earlier steps stored, or this one
+            copy_cells(*self.cache[:2], meta.copies.cells, meta.copies.longest)
 
 
 class GatedMLP(nn.Module):
@@ -209,6 +221,12 @@ class DecoderForCausalLM(nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
         """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; only of the
         metadata's `wanted_rows`, if it has them."""
+        return self.leave(*self.enter(input_ids, positions, meta), meta.wanted_rows)
+
+    def enter(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata
+    ) -> tuple[AnyStream, Step]:
+        """The first part of `forward`: all layers but the last."""
         step = Step(positions, meta)
         embedded = self.model.embed_tokens(input_ids)
         if self.config.embedding_multiplier != 1.0:  # rounded as the embedding is
@@ -216,9 +234,13 @@ class DecoderForCausalLM(nn.Module):
         if self.model.layer_inputs is not None:
             step = step._replace(layer_inputs=self.model.layer_inputs(input_ids, embedded))
         x = self.tp.begin(embedded, step)
-        last = len(self.model.layers) - 1
-        for index, layer in enumerate(self.model.layers):
-            x = layer(x, step, meta.wanted_rows if index == last else None)
+        for layer in self.model.layers[:-1]:
+            x = layer(x, step)
+        return x, step
+
+    def leave(self, x: AnyStream, step: Step, wanted: torch.Tensor | None) -> torch.Tensor:
+        """The second part of `forward`: the last layer, of the rows that are wanted, and the final norm."""
+        x = self.model.layers[-1](x, step, wanted)
         hidden: torch.Tensor = self.model.norm(x).tensor()
         return hidden
 

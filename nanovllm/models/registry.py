@@ -1,18 +1,98 @@
-"""What leads to a model: folders and hub ids, and the tables of architectures and of formats of files."""
+"""What leads to a model: folders and hub ids; Checkpoint, what its files hold; and the tables of both.
+
+Families and formats of files are doors. Opens no file before a checkpoint is asked.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import xxhash
 
 from nanovllm import doors
 from nanovllm.doors import Table
-from nanovllm.models.checkpoint import CONFIG_FILE, MODELOPT_FILE, Checkpoint, shortened
 from nanovllm.models.config import ModelConfig, ModelFamily
-from nanovllm.quantization.registry import supported_quantizations
+from nanovllm.quantization.config import supported_quantizations
+from nanovllm.quantization.shards import WeightSource
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
+MODULES_FILE = "modules.json"  # of sentence-transformers, with the folders of modules
+_MAX_MESSAGE = 4000  # characters of an error that quotes a file
+_MAX_LISTED = 40  # names of one kind in an error message
+SAMPLES = 16  # of a weight file, for its fingerprint, 64 KiB each
+T = TypeVar("T")
+
+
+class Checkpoint(ABC):
+    """What a model's files hold: its config, its tokenizer and its tensors. A format of files is a subclass.
+
+    Opens no file before it is asked. Every method may raise ModelLoadError that names the file.
+    """
+
+    absent: frozenset[str] = frozenset()  # tensors that an index lists and no file has, once opened
+    states_ends = True  # whether its files list all tokens that end an answer
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    @abstractmethod
+    def reads(cls, path: Path) -> bool:
+        """Whether files at `path` are of this format, as far as their names say."""
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """The content of config.json, or what the files say instead."""
+
+    @abstractmethod
+    def generation(self) -> dict[str, Any]:
+        """The content of generation_config.json; empty if there is none."""
+
+    def modelopt(self) -> dict[str, Any]:
+        """The content of the file in which ModelOpt says how it has quantised; empty if there is none."""
+        return {}
+
+    @abstractmethod
+    def tokenizer(self, read: Callable[[Path], T]) -> T:
+        """Check the tokenizer's files, and return what `read` makes of a folder with them."""
+
+    @abstractmethod
+    def tensors(self) -> AbstractContextManager[Mapping[str, WeightSource]]:
+        """All tensors by their names in transformers; opens every file, which checks its header and length.
+        Within the context, indexing a tensor reads it."""
+
+    @abstractmethod
+    def files(self) -> tuple[list[Path], list[Path]]:
+        """The small files and the weight files that loading reads."""
+
+    def fingerprint(self) -> str:
+        """A hash of all files: small ones whole; of weights the name, the size, and SAMPLES pieces spread
+        over the file."""
+        digest = xxhash.xxh3_128()
+        small, weights = self.files()
+        for path in small:
+            whole = xxhash.xxh3_128()
+            with path.open("rb") as file:
+                while chunk := file.read(2**20):
+                    whole.update(chunk)
+            digest.update(f"{path.name} {whole.hexdigest()}\n".encode())
+        for path in sorted(weights):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                for sample in range(SAMPLES):
+                    file.seek(size * sample // SAMPLES)
+                    digest.update(file.read(2**16))
+        return digest.hexdigest()
+
 
 _FAMILIES: Table[ModelFamily] = Table(doors.FAMILIES)
 FORMATS: Table[type[Checkpoint]] = Table(doors.CHECKPOINTS)  # the first that reads a path takes it
@@ -101,7 +181,9 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """The files of the model at `path`; nothing is opened yet."""
-    return next((each for each in FORMATS.values() if each.reads(Path(path))), Checkpoint)(Path(path))
+    return next((each for each in FORMATS.values() if each.reads(Path(path))), FORMATS["safetensors"])(
+        Path(path)
+    )
 
 
 def load_model_config(
@@ -154,3 +236,16 @@ def _only_cache(modelopt: Mapping[str, Any]) -> bool:
             "quantization_config. Use such a checkpoint, or the model's bfloat16 or float16 checkpoint"
         )
     return bool(stated.get("kv_cache_quant_algo"))
+
+
+def shortened(message: object) -> str:
+    """An error's message, cut if a file has made it long."""
+    text = str(message)
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
+
+
+def listing(names: Iterable[str]) -> str:
+    """The first names, for an error message, and how many more there are."""
+    listed = list(names)
+    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+    return shortened(", ".join(listed[:_MAX_LISTED])) + more

@@ -11,18 +11,20 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from nanovllm.formats.config_json.reading import MAX_ELEMENTS
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.stream import Group, Step
 from nanovllm.layers.weights import WeightLayer, named, split_evenly
-from nanovllm.models.config import MAX_ELEMENTS, Mixture
+from nanovllm.models.config import Mixture
 from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ROW_BYTES, ExpertsMethod, ExpertWeights
-from nanovllm.quantization.base import Normed, Product, WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.names import FileNames, PackedRows
-from nanovllm.quantization.unquantized import QuantConfig
+from nanovllm.quantization.shards import WeightShard, WeightSource
 
 _MAX_EXPERTS = 4096
 

@@ -169,5 +169,6 @@ def begin(embedded: torch.Tensor, step: Step, start_sum: StartSum) -> AnyStream:
         return Stream(embedded)
     sizes = [len(half.slot_mapping) for half in halves]
     inputs = [None] * len(halves) if step.layer_inputs is None else step.layer_inputs.split(sizes)
-    steps = [Step(*each) for each in zip(step.positions.split(sizes), halves, inputs, strict=True)]
+    parts = zip(step.positions.split(sizes), halves, inputs, strict=True)
+    steps = [Step(positions, half, layer_inputs) for positions, half, layer_inputs in parts]
     return HalvedStream(map(Stream, embedded.split(sizes)), steps, start_sum)

@@ -361,8 +361,9 @@ class PeerCopies:
             nonlocal advanced
             if not advanced:
                 slots = self._parts[rank][turn]
-                inputs = (x[part(rank)], mine, weight, eps, slots, arrivals[0])
-                copied_sum_add_rms_norm_triton(*inputs, normed, total)
+                copied_sum_add_rms_norm_triton(
+                    x[part(rank)], mine, weight, eps, slots, arrivals[0], normed, total
+                )
                 self._send(1, call, lambda peer: (self._results[peer][turn, part(rank)], own))
             advanced = True
 

@@ -130,7 +130,10 @@ class Ranks(OneRank):
             return bound(self.runner, call)(*args)
 
     def call(self, call: Callable[Concatenate[R, P], T], *args: P.args, **options: P.kwargs) -> list[T]:
-        return [self.run(call, *args, **options), *self.collect(phase_of(call))]
+        assert not options, "a message has positional arguments"
+        with self._together(call, args):
+            own = bound(self.runner, call)(*args)
+        return [own, *self.collect(phase_of(call))]
 
     @contextmanager
     def _together(self, call: Callable[..., object], args: tuple[Any, ...] = ()) -> Iterator[None]:

@@ -19,10 +19,7 @@ TOKEN_BYTES = 4  # of a token id, int32
 
 
 class CachedBlock(NamedTuple):
-    """What a block holds: tokens as int32, after its parent in the chain. Chain ids are never reused.
-
-    The block of the same tokens for layers with a window has only the chain id.
-    """
+    """What a block holds: tokens as int32, after its parent in the chain. Chain ids are never reused."""
 
     block: int
     chain: int

@@ -8,32 +8,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from nanovllm.batch import (
     LAST_SAMPLED,
+    NO_EXTRAS,
     NO_SLOT,
     NOT_DRAWN,
     NOT_FINITE,
     PADDING,
     Batch,
-    Extras,
     StepKind,
     StepOutput,
     TokenEvents,
-    TokenMasks,
 )
 from nanovllm.config import Config
-from nanovllm.doors import EXTRAS, Table
+from nanovllm.doors import BLOCKS, EXTRAS, Table
+from nanovllm.kv_group import ONE_GROUP, Room
 from nanovllm.plan.block_manager import BlockManager
-from nanovllm.plan.columns import SamplingTable, num_likeliest
-from nanovllm.plan.room import Room
-from nanovllm.plan.sequence import Sequence, SequenceStatus
+from nanovllm.plan.sequence import SamplingTable, Sequence, SequenceStatus
 
 _EXTRAS: Table[Any] = Table(EXTRAS)
+_BLOCKS: Table[Any] = Table(BLOCKS)
 
 
 class Scheduler:
@@ -45,12 +43,10 @@ class Scheduler:
     """
 
     def __init__(self, config: Config, room: Room) -> None:
-        caching, chunk = config.enable_prefix_caching, config.max_num_batched_tokens
         # Whether the prefix cache also offers what decode steps wrote, with other bits than prefill.
         self._share_outputs = not config.deterministic
-        self.block_manager = BlockManager(
-            room.num_blocks, room.block_size, caching, room.groups, chunk, self._share_outputs
-        )
+        manager = BlockManager if room.groups == ONE_GROUP else _BLOCKS["groups"]
+        self.block_manager: BlockManager = manager(room, config.enable_prefix_caching, self._share_outputs)
         self.max_num_seqs = max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.room = room
@@ -61,6 +57,7 @@ class Scheduler:
         self.num_preemptions = 0  # in total
         self.prefilling: Sequence | None = None  # the running sequence whose prompt is partly computed
         self._unfinished: dict[int, Sequence] = {}
+        self._asking: set[int] = set()  # the ids of those with extras
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._sampling = SamplingTable(max_num_seqs)
         max_blocks = self.block_manager.blocks_for(room.max_model_len)
@@ -80,6 +77,8 @@ class Scheduler:
             asked = seq.num_prompt_tokens + seq.params.max_tokens
             seq.max_tokens_total = min(seq.max_tokens_total, asked)
         self._unfinished[seq.seq_id] = seq
+        if seq.extras is not None:
+            self._asking.add(seq.seq_id)
         self.waiting.append(seq)
 
     def abort(self, seq_id: int, reason: str = "abort") -> None:
@@ -106,76 +105,25 @@ class Scheduler:
     def postprocess(self, batch: Batch, output: StepOutput[np.ndarray]) -> TokenEvents:
         """Add the tokens of a step to their sequences; return the new tokens and the ended sequences."""
         events = TokenEvents([], [], {})
-        if output.routed is not None:
-            self._take_routed(batch, output.routed)
-        self._take_extras(batch, output, events)
+        if batch.extras:
+            for seq, reason in _EXTRAS["keep"](batch, output, self._sequences(batch)):
+                self._finish(seq, reason, events.finish_reasons)
         for column, token_ids in enumerate(output.token_ids.T.tolist()):  # 0: first tokens
             self._take_in(zip(batch.seq_ids, token_ids, (batch.draws > column).tolist(), strict=True), events)
         return events
 
-    def masks(self, batch: Batch, buffer: np.ndarray) -> TokenMasks:
-        """The allowed tokens of a planned step. Call it after `postprocess` of all earlier steps.
+    def masks(self, batch: Batch, buffer: np.ndarray) -> object:
+        """The allowed tokens of a planned step, `TokenMasks` in `extras/columns.py`. Call it after
+        `postprocess` of all earlier steps.
 
         buffer: [max_num_seqs, ceil(vocabulary / 32)] int32, the memory for the bits.
         """
-        rows = [
-            (row, seq)
-            for row, (seq_id, draws) in enumerate(zip(batch.seq_ids, batch.draws.tolist(), strict=True))
-            if draws and (seq := self._unfinished.get(seq_id)) is not None and seq.has_rules
-        ]
-        ruled = [(row, seq) for row, seq in rows if seq.rules]
-        bits = buffer[: len(ruled)]
-        if ruled:
-            _EXTRAS["restrict"]([seq for _, seq in ruled], bits)
-        return TokenMasks(
-            np.array([row for row, _ in ruled], np.int64),
-            bits,
-            tuple(
-                (row, function, seq.token_ids[: seq.num_prompt_tokens].tolist(), seq.completion_token_ids)
-                for row, seq in rows
-                for function in seq.params.logits_processors or ()
-            ),
-        )
+        return _EXTRAS["masks"](batch, self._sequences(batch), buffer)
 
-    def _take_routed(self, batch: Batch, routed: np.ndarray) -> None:
-        parts = np.split(routed, batch.query_lens.cumsum())
-        starts = (batch.context_lens - batch.query_lens).tolist()
-        for seq_id, start, part in zip(batch.seq_ids, starts, parts, strict=False):  # the rest is padding
-            if (seq := self._unfinished.get(seq_id)) is not None:
-                seq.routed.append((start, part.copy()))
-
-    def _take_extras(self, batch: Batch, output: StepOutput[np.ndarray], events: TokenEvents) -> None:
-        """Store the other outputs of a step, and end the sequences that need no token."""
-        extras = batch.extras
-        asks = extras is not None or not batch.draws.all()
+    def _sequences(self, batch: Batch) -> dict[int, Sequence]:
+        """The unfinished sequences of a step, by row."""
         found = enumerate(map(self._unfinished.get, batch.seq_ids))
-        seqs = {row: seq for row, seq in found if seq is not None} if asks else {}
-        not_finite: list[Sequence] = []  # their scores or hidden states are not
-        if output.logprobs is not None:
-            _EXTRAS["keep_logprobs"](batch, output.logprobs, seqs)
-        if output.scores is not None and extras is not None and extras.scored is not None:
-            scored_rows = extras.scored.wanted.rows
-            for row in np.unique(scored_rows).tolist():
-                if row in seqs:
-                    k = num_likeliest(seqs[row].params.prompt_logprobs or 0)
-                    scores = output.scores.take(scored_rows == row, k)
-                    seqs[row].prompt_logprobs.append(scores)
-                    if np.isnan(scores.values[:, 0]).any():
-                        not_finite.append(seqs.pop(row))
-        if output.pooled is not None and extras is not None and extras.pooled is not None:
-            for row in np.unique(extras.pooled.rows).tolist():
-                if row in seqs:
-                    sums = output.pooled[row]
-                    before = seqs[row].pooled
-                    seqs[row].pooled = sums if before is None else before + sums
-                    if not np.isfinite(sums).all():
-                        not_finite.append(seqs.pop(row))
-        for seq in not_finite:
-            seq.prompt_logprobs, seq.pooled = [], None
-            self._finish(seq, "error", events.finish_reasons)
-        for row, seq in seqs.items():
-            if seq.max_tokens_total == seq.num_prompt_tokens == batch.context_lens[row]:
-                self._finish(seq, "length", events.finish_reasons)
+        return {row: seq for row, seq in found if seq is not None}
 
     def _take_in(self, rows: Iterable[tuple[int, int, bool]], events: TokenEvents) -> None:
         """Add at most one token of each row: (sequence id, token id, whether the plan draws one)."""
@@ -191,10 +139,10 @@ class Scheduler:
             if token_id == NOT_FINITE:
                 self._finish(seq, "error", events.finish_reasons)
                 continue
-            seq.token_ids.append(token_id)
+            seq.append(token_id)
             events.seq_ids.append(seq_id)
             events.token_ids.append(token_id)
-            num_tokens = len(seq.token_ids)
+            num_tokens = seq.num_known_tokens
             if token_id in seq.stop_ids:
                 seq.stop_reason = token_id
                 self._finish(seq, "stop", events.finish_reasons)
@@ -211,7 +159,7 @@ class Scheduler:
             seq = self.prefilling or self._admit(first=not seqs)
             if seq is None:
                 break
-            query_len = min(budget, len(seq.token_ids) - seq.num_computed_tokens)
+            query_len = min(budget, seq.num_known_tokens - seq.num_computed_tokens)
             if not self.block_manager.keeps_all:
                 extended = self.block_manager.extend(seq, seq.num_computed_tokens + query_len)
                 assert extended, "its admission left room for every step of its prompt"
@@ -222,11 +170,11 @@ class Scheduler:
             seq.num_computed_tokens += query_len
             # The next row can already take it: a layer stores and copies all rows' K/V before any attends.
             self.block_manager.register(seq, rest=True)
-            self.prefilling = seq if seq.num_computed_tokens < len(seq.token_ids) else None
+            self.prefilling = seq if seq.num_computed_tokens < seq.num_known_tokens else None
         if not seqs:
             return None
         self._prefilled = [] if self.block_manager.keeps_all else seqs
-        draws = [int(s is not self.prefilling and s.max_tokens_total > len(s.token_ids)) for s in seqs]
+        draws = [int(s is not self.prefilling and s.max_tokens_total > s.num_known_tokens) for s in seqs]
         token_ids: list[bytes] = []
         for seq, query_len, drawn in zip(seqs, query_lens, draws, strict=True):
             end = seq.num_computed_tokens
@@ -277,7 +225,7 @@ class Scheduler:
         while index < len(self.running):  # preemption shortens the list from its end
             seq = self.running[index]
             index += 1
-            num_tokens = len(seq.token_ids) + seq.num_pending_tokens
+            num_tokens = seq.num_known_tokens + seq.num_pending_tokens
             if num_tokens > seq.capacity and not self._grow(seq):
                 continue
             seq.num_computed_tokens = num_tokens
@@ -339,6 +287,7 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reasons[seq.seq_id] = reason
         del self._unfinished[seq.seq_id]
+        self._asking.discard(seq.seq_id)
 
     def _release(self, seq: Sequence) -> None:
         """Free a running sequence's blocks and slot."""
@@ -373,10 +322,7 @@ class Scheduler:
     ) -> Batch:
         slots = np.array([seq.slot for seq in seqs], np.int32)
         width = int(self._table_lens[slots].max())
-        extras = self._sampling.take_extras(seqs, slots, draws, context_lens)
-        if kind is StepKind.PREFILL and any(seq.next_wanted is not None for seq in seqs):
-            scored, pooled = _EXTRAS["prompt_tokens"](seqs, query_lens.tolist())
-            extras = replace(extras or Extras(), scored=scored, pooled=pooled)
+        extras = _EXTRAS["step"](seqs, query_lens, draws) if self._asking else None
         return Batch(
             kind=kind,
             seq_ids=tuple([seq.seq_id for seq in seqs]),
@@ -387,6 +333,6 @@ class Scheduler:
             tables=tuple([rows[slots, :width] for rows in self._tables]),
             draws=draws,
             sampling=self._sampling.take(slots, context_lens),
-            extras=extras,
+            extras=extras or NO_EXTRAS,
             copies=copies,
         )

@@ -1,5 +1,5 @@
 """Sequence: the mutable state of one completion, private to the engine process. Never pickled, never on a
-device."""
+device. SamplingTable: the sampling parameters of those that run, as columns; they were checked before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.batch import NO_SLOT, TokenLogprobs
+from nanovllm.batch import FILTERS, NO_SLOT, SAMPLING_PARAMETERS, Column, FilterColumns, SamplingColumns
 from nanovllm.params import SamplingParams
 
 
@@ -30,15 +30,14 @@ class Sequence:
     """
 
     seq_id: int
-    token_ids: array[int]  # known tokens, int32; starts as a copy of the prompt that is to be computed
+    prompt_ids: array[int]  # int32, the request's own: no sequence changes it
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int] = frozenset()
-    whole_prompt: array[int] | None = None  # with a last token that is only scored; None: as `token_ids`
-    rules: list[Any] = field(default_factory=list)  # on the next token, of `extras/token_rules.py`
-    next_wanted: int | None = None  # the next prompt position whose hidden state is needed, if any
-    pooling: str | None = None  # of these hidden states, as in `Request`; None: they score tokens
-    num_prompt_tokens: int = field(init=False)
+    num_prompt_tokens: int = 0  # of the prompt, those to compute: all, unless the last is only scored
+    extras: Any = None  # what it asks for besides tokens, `SequenceExtras` in `extras/planned.py`
+    output_ids: array[int] = field(init=False)  # int32
+    num_known_tokens: int = field(init=False)  # of prompt and output
     max_tokens_total: int = 0  # of prompt and output; the scheduler sets it
     status: SequenceStatus = SequenceStatus.WAITING
     slot: int = NO_SLOT
@@ -50,61 +49,79 @@ class Sequence:
     capacity: int = 0  # tokens that its blocks have room for
     num_hashed_blocks: int = 0  # leading blocks that are registered in the prefix cache
     chain: int | None = 0  # the chain id of these blocks; None if a hash collision prevents more
-    can_sleep: bool = False  # whether its only rule says from which token on it acts
-    is_asleep: bool = False  # whether no rule acts on the token that the planned step draws
-    is_uncounted: bool = False  # penalties have not counted its tokens since its admission
-    logprobs: list[tuple[TokenLogprobs, int]] = field(default_factory=list)  # one row for each output token
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # in parts, in order
-    pooled: np.ndarray | None = None  # [hidden_size] float32, the sum so far
-    routed: list[tuple[int, np.ndarray]] = field(default_factory=list)  # experts from a position on, in parts
     finish_reason: str | None = None
     stop_reason: int | None = None
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
-        self.token_ids = array("i", self.token_ids)
-        self.can_sleep = self.is_asleep = len(self.rules) == 1 and hasattr(self.rules[0], "wakes")
+        self.num_known_tokens = self.num_prompt_tokens = self.num_prompt_tokens or len(self.prompt_ids)
+        self.output_ids = array("i")
+
+    def append(self, token_id: int) -> None:
+        """Add a token of the output, which is known from now on."""
+        self.output_ids.append(token_id)
+        self.num_known_tokens += 1
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """The known tokens [start, end) as int32."""
-        return self.token_ids[start:end].tobytes()
+        of_prompt = self.num_prompt_tokens
+        if end <= of_prompt:
+            return self.prompt_ids[start:end].tobytes()
+        own = self.output_ids[max(start - of_prompt, 0) : end - of_prompt]
+        return (self.prompt_ids[start:of_prompt] + own).tobytes()
+
+    @property
+    def token_ids(self) -> array[int]:
+        """A copy of the known tokens, int32."""
+        return self.prompt_ids[: self.num_prompt_tokens] + self.output_ids
 
     @property
     def num_tokens(self) -> int:
         """Known and pending tokens."""
-        return len(self.token_ids) + self.num_pending_tokens
-
-    @property
-    def prompt_ids(self) -> array[int]:
-        """The whole prompt."""
-        return self.token_ids[: self.num_prompt_tokens] if self.whole_prompt is None else self.whole_prompt
+        return self.num_known_tokens + self.num_pending_tokens
 
     @property
     def completion_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :].tolist()
-
-    def routed_experts(self, num_tokens: int) -> np.ndarray | None:
-        """The experts [n, layers, top_k] of its first tokens, at most `num_tokens`; None if unknown."""
-        if not self.routed:
-            return None
-        end = max(start + len(part) for start, part in self.routed)
-        whole = np.zeros((end, *self.routed[0][1].shape[1:]), np.int16)
-        for start, part in self.routed:  # after a preemption tokens are computed again
-            whole[start : start + len(part)] = part
-        return whole[:num_tokens]
-
-    @property
-    def has_rules(self) -> bool:
-        """Whether the next token depends on previous tokens, by rules or by logits processors."""
-        return bool((self.rules and not self.is_asleep) or self.params.logits_processors)
-
-    def wakes(self) -> int:
-        """The place of the first token that its only rule may restrict, as far as known tokens tell."""
-        place: int = self.rules[0].wakes(self.token_ids, self.num_prompt_tokens)
-        return place
+        return self.output_ids.tolist()
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.seq_id}, {self.status.name}, {len(self.token_ids)}+{self.num_pending_tokens} "
+            f"Sequence({self.seq_id}, {self.status.name}, {self.num_known_tokens}+{self.num_pending_tokens} "
             f"tokens, {self.num_computed_tokens} computed, {sum(map(len, self.tables[:1]))} blocks)"
         )
+
+
+# One row for each slot, so that one lookup finds all columns of a step.
+_ROW = np.dtype(
+    [("seeds", np.int64), *((name, each.dtype) for name, each in SAMPLING_PARAMETERS.items())], align=True
+)
+_GREEDY: list[float] = [column.neutral for column in SAMPLING_PARAMETERS.values()]
+
+
+class SamplingTable:
+    """The sampling parameters of every slot, so that each column of a step is a NumPy lookup."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._rows = np.zeros(num_slots, _ROW)
+        self._last: tuple[SamplingParams | None, list[float]] = None, []  # the next one mostly has the same
+
+    def set(self, seq: Sequence) -> None:
+        """Store the parameters of a sequence in its slot."""
+        params, values = seq.params, self._last[1]
+        if self._last[0] is not params:
+            values = _GREEDY
+            if params.temperature:
+                values = [fitting(each, getattr(params, name)) for name, each in SAMPLING_PARAMETERS.items()]
+            self._last = params, values
+        self._rows[seq.slot] = (seq.seed, *values)
+
+    def take(self, slots: np.ndarray, positions: np.ndarray) -> SamplingColumns[np.ndarray]:
+        """The columns of `slots` [S], which draw the tokens at `positions` [S]."""
+        rows = self._rows.take(slots)
+        filters = FilterColumns(*[rows[name] for name in FILTERS])
+        return SamplingColumns(rows["temperature"], rows["seeds"], positions, filters)
+
+
+def fitting(column: Column, value: float) -> float:
+    """A parameter as its column holds it. Integers below the neutral value are other names of it; those above
+    int32 act like its largest."""
+    return min(max(value, column.neutral), 2**31 - 1) if column.dtype is np.int32 else value

@@ -9,21 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.rms_norm import add_rms_norm
+from nanovllm.quantization.shards import WeightShard, WeightSource
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_FILE_DTYPES = {  # the names of safetensors
-    **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
-    "F8_E8M0": torch.float8_e8m0fnu,
-    **{"U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
-}
 # What multiplies or looks up a weight. An embedding that is also the LM head is "tied_embedding".
 Kind = Literal["linear", "embedding", "tied_embedding", "lm_head"]
 
@@ -36,131 +30,6 @@ class WeightOptions:
     device: torch.device
     deterministic: bool = False
     fuse: bool = False
-
-
-class _WeightSlice(Protocol):
-    """A tensor in a file; indexing reads only the indexed part: `safe_open(...).get_slice(name)`."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def get_dtype(self) -> str: ...
-
-    def __getitem__(self, index: Any) -> torch.Tensor: ...
-
-
-WeightSource = torch.Tensor | _WeightSlice
-
-
-def dtype_of(source: WeightSource) -> torch.dtype | None:
-    """The dtype of a tensor or a slice; None if no weight has it."""
-    return source.dtype if isinstance(source, torch.Tensor) else _FILE_DTYPES.get(source.get_dtype())
-
-
-class _Rows:
-    """Some rows of a tensor in a file."""
-
-    def __init__(self, source: WeightSource, start: int, count: int) -> None:
-        self._source, self._start, self._count = source, start, count
-
-    def get_shape(self) -> list[int]:
-        assert not isinstance(self._source, torch.Tensor)
-        return [self._count, *self._source.get_shape()[1:]]
-
-    def get_dtype(self) -> str:
-        assert not isinstance(self._source, torch.Tensor)
-        return self._source.get_dtype()
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        parts = index if isinstance(index, tuple) else (index,)
-        first, *others = (slice(None),) if index is ... else parts
-        start, stop, _ = first.indices(self._count)
-        return self._source[(slice(self._start + start, self._start + stop), *others)]
-
-
-def rows_of(source: WeightSource, start: int, count: int) -> WeightSource:
-    """The rows `[start, start + count)` of a checkpoint tensor; nothing is read yet."""
-    return source[start : start + count] if isinstance(source, torch.Tensor) else _Rows(source, start, count)
-
-
-def scale_values(scales: torch.Tensor) -> torch.Tensor:
-    """Scales of a file in float32. Bytes are exponents (E8M0): b means 2 ** (b - 127), and 255 is NaN."""
-    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
-
-
-@dataclass(frozen=True, slots=True)
-class WeightShard:
-    """The destination of one checkpoint tensor: its `[start, start + length)` along `dim` is copied to the
-    parameter's `[offset, offset + length)` along the same `dim`. If the parameter holds several weights, such
-    as those of experts, `index` is the number of the one that it fills."""
-
-    param: str  # the last part of the tensor's name
-    module: str | None  # the part before it, if that is not the layer's own: "q_proj" of "qkv_proj"
-    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
-    dim: int
-    start: int
-    length: int
-    offset: int
-    dtypes: tuple[torch.dtype, ...] = FLOATS  # of the tensor in the checkpoint
-    dummy: float | None = None  # the value of all elements of a dummy weight; None: random values
-    index: int | None = None  # along the parameter's first dimension, which the tensor does not have
-    update_dtypes: tuple[torch.dtype, ...] = ()  # more dtypes, of a tensor that replaces it later
-    scale: bool = False  # finite and above 0, perhaps without its dimensions of 1; dummy weights have none
-
-    @classmethod
-    def whole(cls, param: str, shape: tuple[int, ...], dummy: float | None = None) -> WeightShard:
-        """The only shard of a parameter that every rank holds completely."""
-        return cls(param, None, shape, dim=0, start=0, length=shape[0], offset=0, dummy=dummy)
-
-    @classmethod
-    def rows(cls, shape: tuple[int, ...], offset: int) -> WeightShard:
-        """Of a tensor that is the rows of a parameter from `offset` on."""
-        return replace(cls.whole("weight", shape), offset=offset)
-
-    def module_name(self, path: str) -> str:
-        """The checkpoint's name of the module that owns the tensor, if the layer is `path`."""
-        parent, dot, _ = path.rpartition(".")
-        return path if self.module is None else f"{parent}{dot}{self.module}"
-
-    def wrong_shape(self, source: WeightSource) -> str | None:
-        """The shape of `source` and the one that is needed, for an error; None if they are the same."""
-        shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
-        same = shape == self.shape
-        if self.scale:
-            same = [size for size in shape if size != 1] == [size for size in self.shape if size != 1]
-        return None if same else f"{shape}, but the model needs {self.shape}"
-
-    def wrong_dtype(self, source: WeightSource, update: bool = False) -> str | None:
-        """The dtype of `source`, for an error; None if the checkpoint, or an `update` of it, may have it."""
-        accepted = self.dtypes + self.update_dtypes if update else self.dtypes
-        if dtype_of(source) in accepted:
-            return None
-        return str(source.dtype) if isinstance(source, torch.Tensor) else source.get_dtype()
-
-    def wrong_value(self, source: WeightSource) -> str | None:
-        """The first value of a scale that no scale may have, for an error; other tensors may have all."""
-        if not self.scale:
-            return None
-        values = scale_values(source[...]).flatten()
-        wrong = values[~(values.isfinite() & (values > 0))]
-        return f"{wrong[0].item()}, which must be finite and above 0" if len(wrong) else None
-
-    @property
-    def own(self) -> tuple[slice, ...]:
-        """The index of this rank's part of the whole tensor."""
-        return (slice(None),) * self.dim + (slice(self.start, self.start + self.length),)
-
-    def place(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The part of `parameter` that this shard fills, as a view."""
-        own = parameter if self.index is None else parameter[self.index]
-        return own.narrow(self.dim, self.offset, self.length)
-
-    def copy(self, source: WeightSource, parameter: torch.Tensor) -> None:
-        """Copy this rank's part of `source`, a whole checkpoint tensor, to its place, cast to its dtype.
-
-        If `source` is a slice of a file, only that part is read.
-        """
-        if self.length:
-            self.place(parameter).copy_(source[self.own])
 
 
 class Normed:

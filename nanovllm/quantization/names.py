@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from nanovllm.quantization.base import WeightSource, rows_of
+from nanovllm.quantization.shards import WeightSource, rows_of
 
 PackedRows = Callable[[str, Sequence[int], Mapping[str, int]], Mapping[str, int]]
 BARE = "model."  # what the files of a decoder without its LM head leave out before names

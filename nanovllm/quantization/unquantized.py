@@ -1,13 +1,11 @@
 """UnquantizedLinearMethod: a weight in the model's dtype; the number of rows selects the kernel.
 
-QuantConfig chooses it for every weight; each quantisation is a file here with a QuantConfig that does not.
+A plain `QuantConfig` chooses it for every weight.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +15,8 @@ from nanovllm.device import cpu_door
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear
-from nanovllm.quantization.base import (
-    Gated,
-    Kind,
-    LinearMethod,
-    Normed,
-    WeightMethod,
-    WeightOptions,
-    WeightShard,
-    WeightSource,
-)
-from nanovllm.quantization.names import FileNames, is_cache_scale
+from nanovllm.quantization.base import Gated, Kind, LinearMethod, Normed, WeightOptions
+from nanovllm.quantization.shards import WeightShard, WeightSource
 
 
 class UnquantizedLinearMethod(LinearMethod):
@@ -119,79 +108,3 @@ def dense_method(shape: tuple[int, ...], options: WeightOptions, kind: Kind | No
     if options.device.type == "cpu":
         found = cpu_door("linear_method")(shape, options, kind)
     return found or UnquantizedLinearMethod()
-
-
-@dataclass(frozen=True)
-class QuantConfig:
-    """Chooses the method of each weight of a model. A value; a subclass is one quantisation."""
-
-    names: FileNames = field(default=FileNames(), kw_only=True)  # of modules in the files
-    cache_scales: bool = field(default=False, kw_only=True)  # the files hold those of a quantised KV cache
-
-    def method(self, path: str, kind: Kind) -> LinearMethod:
-        """Return a new method for the weight of the checkpoint's module `path`.
-
-        The modules of a packed layer, such as q_proj, k_proj and v_proj, must get the same one.
-        """
-        return UnquantizedLinearMethod()
-
-    def experts(self, path: str) -> WeightMethod | None:
-        """Return a new method for the weights of all experts of the checkpoint's module `path`, such as
-        model.layers.0.mlp.experts, whose tensors are experts.0.gate_proj.weight and so on; None: that for
-        weights in the model's dtype.
-        """
-        return None
-
-    def on(self, capability: tuple[int, int]) -> QuantConfig:
-        """The same for devices of this CUDA compute capability, (0, 0) for a CPU: it may store weights in
-        another way there."""
-        return self
-
-    @property
-    def itemsize(self) -> float | None:
-        """Bytes of a weight of linear layers; None: those of the model's dtype."""
-        return None
-
-    @property
-    def expert_itemsize(self) -> float | None:
-        """Bytes of a weight of experts; None: those of the model's dtype."""
-        return self.itemsize
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether rows of a weight are rows of its tensors in a checkpoint, so that packed ones split."""
-        return True
-
-    @property
-    def speed(self) -> float:
-        """How fast the products of linear layers can be, relative to those of the model's dtype."""
-        return 1.0
-
-    @property
-    def note(self) -> str | None:
-        """What a user should know of it at a start."""
-        return None
-
-    @property
-    def notes(self) -> list[str]:
-        """`note`, and what files say that is not used."""
-        unused = (
-            "the files' scales of a quantised KV cache are not used; kv_cache_dtype='fp8' computes its own"
-        )
-        return [*([self.note] if self.note else []), *([unused] if self.cache_scales else [])]
-
-    def in_files(self, names: FileNames | None = None, cache_scales: bool | None = None) -> QuantConfig:
-        """The same with these values; a subclass need not be a dataclass."""
-        changed = copy.copy(self)
-        for key, value in (("names", names), ("cache_scales", cache_scales)):
-            if value is not None:
-                object.__setattr__(changed, key, value)
-        return changed
-
-    def packed_rows(self, name: str, shape: Sequence[int], rows: Mapping[str, int]) -> Mapping[str, int]:
-        """The rows of each module in the tensor `name` of `shape`, which packs weights of so many `rows`."""
-        return rows
-
-    def leaves_out(self, name: str) -> bool:
-        """Whether weights do not need this tensor of the files."""
-        return self.cache_scales and is_cache_scale(name)

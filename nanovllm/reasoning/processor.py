@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from nanovllm.errors import BadRow, attempt
+from nanovllm.answers import CompletionOutput
+from nanovllm.checks import BadRow, attempt
 from nanovllm.extras.stop_strings import StopSearch
-from nanovllm.outputs import CompletionOutput
 from nanovllm.reasoning.parsers import AnswerParsers, Asked, Parsed
 from nanovllm.reasoning.rules import thinking_rules
 from nanovllm.text.processor import Processor

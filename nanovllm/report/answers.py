@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from html import escape
 
-from nanovllm.outputs import RequestOutput
+from nanovllm.answers import RequestOutput
 from nanovllm.report.chart import BOTTOM, LEFT, RIGHT, TOP, Axis, clean, draw_path, draw_text, frame
 
 _MAX_SHOWN = 2000  # characters of a text

@@ -11,8 +11,8 @@ from time import perf_counter
 
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.engine.stats import INTERVAL_SECONDS, MAX_INTERVALS
 from nanovllm.stats.calls import StatsCalls
+from nanovllm.stats.timeline import INTERVAL_SECONDS, MAX_INTERVALS
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,13 @@ from datetime import datetime
 from html import escape
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from nanovllm.config import Config, versions
+from nanovllm.jobs.side_files import check_name, replaced
 from nanovllm.report.answers import Answers, answers_section, bars
 from nanovllm.report.chart import FONT, STYLE, Chart, Run, clean
 from nanovllm.report.gpu import GPUMonitor, GPUSample, devices_of
 from nanovllm.report.roofline import Cost, Speed, roofline_of
-from nanovllm.side_files import check_name, replaced
 from nanovllm.stats.calls import StatsCalls
 from nanovllm.stats.summary import EngineStats, TimelinePoint, counted
 
@@ -83,9 +82,18 @@ def write_report(
     OSError if the page cannot be written.
     """
     check_path(path)
-    about: dict[str, Any] = {"title": title, "facts": facts, "stats": stats, "marks": marks}
-    about |= {"answers": answers, "parameters": parameters}
-    page = make_report(llm, errors=errors, num_errors=num_errors, gpu=gpu, **about)
+    page = make_report(
+        llm,
+        errors=errors,
+        num_errors=num_errors,
+        gpu=gpu,
+        title=title,
+        facts=facts,
+        stats=stats,
+        marks=marks,
+        answers=answers,
+        parameters=parameters,
+    )
     with replaced(Path(path), use=f"{os.getpid()}.tmp") as file:
         file.write(page.encode())
 
@@ -327,7 +335,7 @@ def charts_of(
         cost, speed = roofline
         share = lines(lambda point: 100 * cost.floor(point, speed) / point.seconds)
         found.append(
-            Chart("Share of the roofline", "% of the steps' time", share, _whole_share(points, *roofline))
+            Chart("Share of the roofline", "% of the steps' time", share, _whole_share(points, cost, speed))
         )
     found += _gpu_charts(samples, stats.start_time)
     times = [time for chart in found for line in chart.lines.values() for run in line for time, _ in run]

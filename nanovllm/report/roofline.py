@@ -61,10 +61,9 @@ class Cost:
         windows: Counter[int | None] = Counter()
         for spec in specs:  # layers weigh as much as their keys and values
             windows[spec.window] += spec.num_kv_heads * spec.head_dim
-        experts: dict[str, int] = {}
+        each = 0  # parameters of one expert, in all layers
         if moe is not None:
             each = sparse * 3 * c.hidden_size * moe.width
-            experts = {"expert_params": each, "num_experts": moe.num_experts, "top_k": moe.top_k}
             shared = 0 if moe.shared_width is None else 1 + 3 * moe.shared_width
             mlps += moe.top_k * each + sparse * c.hidden_size * (moe.num_experts + shared)
         return cls(
@@ -73,11 +72,13 @@ class Cost:
             kv_bytes=sum(values) * kv_itemsize,
             pair_flops=4 * queries,
             itemsize=itemsize,
+            expert_params=each,
+            num_experts=0 if moe is None else moe.num_experts,
+            top_k=0 if moe is None else moe.top_k,
             layer_itemsize=config.quant.itemsize,
             layer_speed=config.quant.speed,
             expert_itemsize=config.quant.expert_itemsize,
             windows=tuple((size, part / windows.total()) for size, part in windows.items() if size),
-            **experts,
         )
 
     def read_tokens(self, contexts: np.ndarray, rows: np.ndarray | int = 1) -> float:

@@ -12,7 +12,8 @@ from tempfile import TemporaryFile
 from time import time_ns
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.llm_engine import LLMEngine, asleep_error
+from nanovllm.engine.generate import asleep_error
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.inputs import calls_of_llm
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.residency.core import ResidentCore, ResidentExecutor

@@ -13,10 +13,11 @@ from nanovllm.engine.core import Core
 from nanovllm.engine.executor import Executor
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.lifecycle import held_interrupts
-from nanovllm.models.weights import WeightChecker, check_weights, named_pairs
+from nanovllm.models.weights import check_weights
 from nanovllm.residency.profile import check_can_profile
 from nanovllm.residency.runner import WEIGHTS, RankView, ResidentModelRunner
 from nanovllm.residency.shared_tensors import load_tensors
+from nanovllm.residency.updates import UpdateChecker, named_pairs
 
 
 class ResidentExecutor(Executor, Protocol):
@@ -81,7 +82,7 @@ class ResidentCore(Core):
 
     def update(self, tensors: Mapping[str, Any] | Iterable[Any]) -> None:
         with self._resting():
-            pairs, checker = named_pairs(tensors), WeightChecker(self.runner.model)
+            pairs, checker = named_pairs(tensors), UpdateChecker(self.runner.model)
             if isinstance(pairs, Collection):
                 for _ in checker.accept(pairs):
                     pass

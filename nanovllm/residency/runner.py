@@ -60,14 +60,11 @@ class RankView(NamedTuple):
 class ResidentModelRunner(ModelRunner):
     """Runs steps while nothing sleeps. All ranks make the same calls."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """As `ModelRunner`."""
-        super().__init__(*args, **options)
-        self.asleep: frozenset[str] = frozenset()  # subset of TAGS
-        self._freed: list[_FreedStorage] = []
-        self._num_blocks = 0  # of the freed KV cache
-        self._freed_bytes = 0  # of the freed KV cache and CUDA graphs
-        self.profile: RankProfile | None = None  # the active one
+    asleep: frozenset[str] = frozenset()  # subset of TAGS
+    profile: RankProfile | None = None  # the active one
+    _freed: tuple[_FreedStorage, ...] = ()
+    _num_blocks = 0  # of the freed KV cache
+    _freed_bytes = 0  # of the freed KV cache and CUDA graphs
 
     @property
     def drops_weights(self) -> bool:
@@ -94,6 +91,7 @@ class ResidentModelRunner(ModelRunner):
             self._num_blocks = self.kv_cache.shape[2]
             kv_bytes = self.kv_cache.nbytes
             self.graphs.clear()  # they hold addresses of weights and KV cache
+            self.prefills = None
             self.ending.free_extras()
             self._set_kv_cache(0)
             self.device.empty_cache()
@@ -101,7 +99,7 @@ class ResidentModelRunner(ModelRunner):
         awake = WEIGHTS not in self.asleep
         self.asleep = frozenset(TAGS)
         if level > 1:
-            self._freed = [freed._replace(copy=None) for freed in self._freed]
+            self._freed = tuple([freed._replace(copy=None) for freed in self._freed])
         if awake:
             self._free_weights(level == 1)
         self.device.empty_cache()
@@ -113,7 +111,7 @@ class ResidentModelRunner(ModelRunner):
         for storage in {storage.data_ptr(): storage for storage in storages}.values():
             num_bytes = storage.nbytes()
             copy = torch.UntypedStorage(num_bytes).copy_(storage) if copies else None
-            self._freed.append(_FreedStorage(storage, num_bytes, copy))
+            self._freed += (_FreedStorage(storage, num_bytes, copy),)
             storage.resize_(0)
 
     def wake_up_need(self, tags: Collection[str]) -> WakeUpNeed:
@@ -154,7 +152,7 @@ class ResidentModelRunner(ModelRunner):
             self.calibrate_kv_cache()
         for _, method in methods(self.model):
             method.pack()
-        self._freed.clear()
+        self._freed = ()
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load checked tensors by their checkpoint names. Call `finish_update` before the next step."""
@@ -182,5 +180,5 @@ class ResidentModelRunner(ModelRunner):
     def exit(self) -> None:
         if self.profile is not None:
             self.profile.drop()
-        self._freed.clear()
+        self._freed = ()
         super().exit()

@@ -5,29 +5,21 @@ Owns each slot's last token. Knows no graph; what a batch's extras ask for is co
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from nanovllm.batch import NOT_DRAWN, Batch, StepOutput, TokenMasks, rows_of
+from nanovllm.batch import NOT_DRAWN, Batch, StepOutput, rows_of
 from nanovllm.device import Device
 from nanovllm.doors import EXTRAS, Table
 from nanovllm.kernels.last_tokens import keep_tokens
 from nanovllm.kernels.sampling import sample
 from nanovllm.layers.stream import Group
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.runner.inputs import StepInputs
+from nanovllm.runner.inputs import BatchInputs
 
 _EXTRAS: Table[Any] = Table(EXTRAS)
 _CHUNK_BYTES = 2**28  # of float32 logits that are computed at once
-
-
-class UndrawnStep(NamedTuple):
-    """A step up to its hidden states."""
-
-    batch: Batch
-    hidden: torch.Tensor  # [n, hidden_size], of the tokens in `wanted_rows`, or of all decode rows
-    inputs: StepInputs[torch.Tensor]
 
 
 class Ending:
@@ -45,13 +37,22 @@ class Ending:
         self.extras: Any = None  # the door's `ExtrasEnding`, once a step has extras
         self.last_token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device.torch)  # by slot
 
-    def end(self, step: UndrawnStep, masks: TokenMasks | None) -> StepOutput[torch.Tensor]:
-        """Draw a step's tokens, and compute what its extras ask for."""
-        batch, hidden, inputs = step
-        if batch.extras is not None:
+    def end(
+        self,
+        batch: Batch,
+        hidden: torch.Tensor,
+        inputs: BatchInputs[torch.Tensor],
+        masks: object = None,
+    ) -> StepOutput[torch.Tensor]:
+        """Draw a step's tokens, and compute what its extras ask for.
+
+        hidden: [n, hidden_size], of the tokens in `wanted_rows`, or of all decode rows. masks: of
+        `Scheduler.masks`.
+        """
+        if batch.extras:
             if self.extras is None:
                 self.extras = _EXTRAS["ending"](self)
-            output: StepOutput[torch.Tensor] = self.extras.end(step, batch.extras, masks, self.draw)
+            output: StepOutput[torch.Tensor] = self.extras.end(batch, hidden, inputs, masks, self.draw)
             return output
         last = hidden[: len(batch.slots)]
         if batch.draws.any():
@@ -60,7 +61,7 @@ class Ending:
             token_ids = last.new_full((len(last),), NOT_DRAWN, dtype=torch.int64)
         return StepOutput(token_ids[:, None])
 
-    def draw(self, hidden: torch.Tensor, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
+    def draw(self, hidden: torch.Tensor, inputs: BatchInputs[torch.Tensor]) -> torch.Tensor:
         """Draw the tokens [n] for hidden [n, hidden_size] of the step's first n sequences, and store them by
         slot."""
         logits = self.model.compute_logits(hidden)

@@ -1,4 +1,4 @@
-"""StepInputs, all inputs of one step, as NumPy arrays on the host and as tensors on the device.
+"""BatchInputs, all inputs of one step, as NumPy arrays on the host and as tensors on the device.
 
 Computes positions, cache slots and prefix sums from a `Batch`. Staging copies inputs to the device, in one
 copy, and outputs to the host; it knows the declared dtype, shape and neutral value of each column, but not
@@ -40,7 +40,7 @@ from nanovllm.device import Device
 
 
 @dataclass(frozen=True, eq=False)
-class StepInputs(Generic[A]):
+class BatchInputs(Generic[A]):
     """One step of S sequences and T tokens. Token ids and slots are int64, as torch's indexing requires."""
 
     token_ids: Annotated[A, Column(np.int64, lambda n: (n.tokens,))]  # LAST_SAMPLED: only the device knows it
@@ -55,7 +55,7 @@ Halves = tuple[AttentionColumns[np.ndarray], AttentionColumns[np.ndarray]]  # of
 Split = Callable[[Batch, StepColumns[np.ndarray]], Halves | None]
 
 
-def prepare_prefill(batch: Batch, block_size: int, split: Split | None = None) -> StepInputs[np.ndarray]:
+def prepare_prefill(batch: Batch, block_size: int, split: Split | None = None) -> BatchInputs[np.ndarray]:
     """The inputs of a prefill step. split: as in `Group`."""
     query_lens, context_lens = batch.query_lens, batch.context_lens
     cu_seqlens_q = prefix_sum(query_lens)
@@ -95,7 +95,7 @@ def prepare_decode(
     block_size: int,
     shared: SharedPrefixes[np.ndarray] | None = None,
     max_seqlen_k: int | None = None,
-) -> StepInputs[np.ndarray]:
+) -> BatchInputs[np.ndarray]:
     """The inputs of a decode step. max_seqlen_k: an upper bound of context lengths; None: the longest."""
     rows, positions = np.arange(len(batch.slots)), batch.context_lens - np.int32(1)
     first, *others = _groups(batch, rows, positions, block_size)
@@ -109,18 +109,18 @@ def prepare_decode(
     return _inputs(batch, rows, positions, attention)
 
 
-def last_rows(batch: Batch) -> np.ndarray:
+def last_rows(draws: np.ndarray, query_lens: np.ndarray) -> np.ndarray:
     """The indices int32, ascending, of the tokens that precede a drawn one: the last `draws` tokens of each
     sequence; of a sequence that draws none, the last token."""
-    counts = np.maximum(batch.draws, 1)
-    starts = prefix_sum(batch.query_lens)[1:] - counts
+    counts = np.maximum(draws, 1)
+    starts = prefix_sum(query_lens)[1:] - counts
     return np.repeat(starts - prefix_sum(counts)[:-1], counts) + np.arange(counts.sum(), dtype=np.int32)
 
 
 def wanted_rows(batch: Batch) -> np.ndarray:
     """The indices [W] int32, ascending, of a prefill step's tokens whose hidden states are needed: those of
     `last_rows`, and the tokens of the step's extras."""
-    last, more = last_rows(batch), [] if batch.extras is None else batch.extras.places
+    last, more = last_rows(batch.draws, batch.query_lens), batch.extras.places
     return np.unique(np.concatenate([last, *more])) if more else last
 
 
@@ -132,9 +132,9 @@ def _slot_mapping(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray, b
 
 def _inputs(
     batch: Batch, rows: np.ndarray, positions: np.ndarray, attention: StepColumns[np.ndarray]
-) -> StepInputs[np.ndarray]:
+) -> BatchInputs[np.ndarray]:
     """rows, positions [T]: the row of each token, and its position in its sequence."""
-    return StepInputs(
+    return BatchInputs(
         token_ids=batch.token_ids,
         token_slots=batch.slots[rows],
         positions=positions,
@@ -152,12 +152,12 @@ _TORCH_DTYPES: dict[type[np.generic], torch.dtype] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepHandle:
-    """A launched step, whose outputs can be read once the device has computed it."""
+class PendingOutput:
+    """The outputs of a launched step, which can be read once the device has computed it."""
 
-    tensors: StepOutput[torch.Tensor]  # on the host
-    event: torch.cuda.Event | None
+    def __init__(self, tensors: StepOutput[torch.Tensor], event: torch.cuda.Event | None) -> None:
+        """tensors: on the host, written once `event` has passed; None: they are written."""
+        self.tensors, self.event = tensors, event
 
     def result(self) -> StepOutput[np.ndarray]:
         """Wait for the step and return a copy of its outputs. Sequences keep them until they end, while later
@@ -177,7 +177,7 @@ class Staging:
     def __init__(self, device: Device, size: StepSize, groups: int = 1) -> None:
         """size: of the largest step. The buffer has room for it with all optional parts, for each of so many
         groups of layers."""
-        columns = all_columns(StepInputs)
+        columns = all_columns(BatchInputs)
         words = groups * sum(_end_of(column, 0, column.shape(size)) for column in columns) // 4
         self._device = device
         self._buffer = torch.zeros(words, dtype=torch.int32, device=device.torch)
@@ -188,8 +188,8 @@ class Staging:
         self._turn = 0
 
     def send(
-        self, inputs: StepInputs[np.ndarray], size: StepSize | None = None
-    ) -> Callable[[], StepInputs[torch.Tensor]]:
+        self, inputs: BatchInputs[np.ndarray], size: StepSize | None = None
+    ) -> Callable[[], BatchInputs[torch.Tensor]]:
         """Queue one copy of all inputs to the device, padded to `size` if given.
 
         Return a function that creates the device tensors, which are valid until the next `send`. A CUDA graph
@@ -212,7 +212,7 @@ class Staging:
                 cells[tuple([slice(length) for length in array.shape])] = array
             places.append((first, shape))
 
-        def tensors() -> StepInputs[torch.Tensor]:
+        def tensors() -> BatchInputs[torch.Tensor]:
             rest = iter(places)
 
             def view(column: Column, _: np.ndarray) -> torch.Tensor:
@@ -226,13 +226,13 @@ class Staging:
         self._buffer[: end // 4].copy_(host[: end // 4], non_blocking=True)
         return tensors
 
-    def receive(self, tensors: StepOutput[torch.Tensor]) -> StepHandle:
+    def receive(self, tensors: StepOutput[torch.Tensor]) -> PendingOutput:
         """Queue the copy of a step's outputs to the host, and switch to the other host buffer."""
         fetched = tensors.map(self._device.fetch)
         event = self._device.record_event()
         self._events[self._turn] = event
         self._turn = 1 - self._turn
-        return StepHandle(fetched, event)
+        return PendingOutput(fetched, event)
 
 
 def _end_of(column: Column, start: int, shape: tuple[int, ...]) -> int:

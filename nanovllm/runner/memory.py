@@ -9,12 +9,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from nanovllm import doors
 from nanovllm.attention.base import AttentionSpec
-from nanovllm.batch import Batch, StepKind, greedy
+from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.doors import Table
@@ -120,30 +119,6 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
     return num_blocks
 
 
-def equal_batch(
-    kind: StepKind, num_seqs: int, query_len: int, context_len: int, block_size: int, num_blocks: int
-) -> Batch:
-    """A step of equal sequences with filters, to measure its memory; which filter makes no difference. Token
-    ids are 0.
-
-    All sequences have the same block table, which repeats the existing blocks: their content does not matter.
-    """
-    sampling = greedy(num_seqs)
-    filters = replace(sampling.filters, top_k=np.full(num_seqs, 50, np.int32))
-    table = np.arange(-(-context_len // block_size), dtype=np.int32) % num_blocks
-    return Batch(
-        kind=kind,
-        seq_ids=tuple(range(num_seqs)),
-        slots=np.arange(num_seqs, dtype=np.int32),
-        token_ids=np.zeros(num_seqs * query_len, np.int32),
-        query_lens=np.full(num_seqs, query_len, np.int32),
-        context_lens=np.full(num_seqs, context_len, np.int32),
-        tables=(np.tile(table, (num_seqs, 1)),),
-        draws=np.ones(num_seqs, np.int32),
-        sampling=replace(sampling, temperature=np.ones(num_seqs, np.float32), filters=filters),
-    )
-
-
 LAYOUTS: Table[Callable[[Sequence[AttentionSpec], int, int], CacheLayout]] = Table(doors.LAYOUTS)
 
 
@@ -160,6 +135,7 @@ class CacheLayout:
     sizes: tuple[int, ...]  # of each attention layer: KV heads * head_dim; 0: it reads those of another layer
     group_of: tuple[int, ...]  # of each attention layer
     groups: tuple[KVGroup, ...] = ONE_GROUP
+    own_numbers: bool = False  # whether blocks have other numbers in layers than in the pool
 
     @classmethod
     def plain(cls, specs: Sequence[AttentionSpec]) -> CacheLayout:
@@ -180,7 +156,8 @@ class CacheLayout:
         return 2, self.layers, num_blocks, block_size * self.cell
 
     def numbered(self, batch: Batch, slabs: int) -> Batch:
-        """A batch with block numbers of the pool, of `slabs` slabs, as one with those of layers."""
+        """A batch with block numbers of the pool, of `slabs` slabs, as one with those of layers. Called only
+        with `own_numbers`."""
         return batch
 
     def places(self, slabs: int) -> list[tuple[int, int]]:
@@ -207,11 +184,11 @@ def attach(
             return cells.view(blocks, heads, page, dim).transpose(1, 2)
         return cells.view(blocks, page, heads, dim)
 
-    for layer, group, place in zip(layers, layout.group_of, layout.places(slabs), strict=True):
+    for layer, group, (start, length) in zip(layers, layout.group_of, layout.places(slabs), strict=True):
         source = layer.spec.kv_from
         if source is not None:
             k, v = layers[source].cache[:2]
         else:
-            k, v = (part(layer.spec, each, *place) for each in memory)
+            k, v = (part(layer.spec, each, start, length) for each in memory)
         layer.cache = layer.cache._replace(k=k, v=v)
         layer.group = group

@@ -1,13 +1,12 @@
-"""ModelRunner: one Batch in, one set of sampled tokens out. Owns the model, the KV cache and the buffers.
+"""ModelRunner: what one rank needs to run steps. Loads the model, and owns it, the KV cache and the buffers.
 
-Never sees a Sequence and never decides what runs. Only `StepHandle.result` waits for the device.
+Measures and takes memory, at a start and whenever it changes; `BatchRunner` runs the steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 
@@ -16,46 +15,31 @@ import torch
 
 from nanovllm import doors
 from nanovllm.attention.backends import resolve_block_size, select
-from nanovllm.attention.base import SharedPrefixes, cache_dtype
-from nanovllm.batch import EMPTY_BATCH, Batch, StepKind, StepOutput, StepSize, TokenMasks
+from nanovllm.attention.base import cache_dtype
+from nanovllm.batch import Batch, StepKind, StepSize, greedy
 from nanovllm.config import Config
 from nanovllm.device import Device, cpu_door, has_cpu_kernels
 from nanovllm.doors import Table
 from nanovllm.errors import KVCacheMemoryError
-from nanovllm.kernels.decode_attention import least_chunk
-from nanovllm.kernels.last_tokens import take_tokens
-from nanovllm.kernels.logits import WORD
+from nanovllm.kernels.decode_attention import SharedUnit
 from nanovllm.layers.stream import Group
 from nanovllm.layers.weights import allocate
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.weights import init_dummy_weights, load_weights
 from nanovllm.quantization.base import WeightOptions
-from nanovllm.runner.cuda_graph import CUDAGraphs, RecordedSteps, Rehearsal, graph_sizes
-from nanovllm.runner.ending import Ending, UndrawnStep
-from nanovllm.runner.inputs import (
-    Staging,
-    StepHandle,
-    StepInputs,
-    prepare_decode,
-    prepare_prefill,
-)
-from nanovllm.runner.memory import (
-    CacheLayout,
-    KVCacheSpace,
-    attach,
-    equal_batch,
-)
-from nanovllm.runner.shared_prefixes import SharedPrefixFinder, SharedRows
+from nanovllm.runner.batch_runner import BatchRunner, PrefixFinder
+from nanovllm.runner.ending import Ending
+from nanovllm.runner.inputs import Staging
+from nanovllm.runner.memory import CacheLayout, KVCacheSpace, attach
 
-GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
 CALIBRATIONS: Table[Callable[[ModelRunner], None]] = Table(doors.CALIBRATIONS)
+_PREFIXES: Table[Callable[[ModelRunner, SharedUnit], PrefixFinder]] = Table(doors.SHARED_PREFIXES)
+_CAPTURE: Table[Callable[[ModelRunner, bool], None]] = Table(doors.CUDA_GRAPHS)
 
 
-class ModelRunner:
-    """Runs steps on one device, as one rank of a tensor-parallel group."""
-
-    kv_cache: torch.Tensor  # of `layout`
+class ModelRunner(BatchRunner):
+    """A model on one device, as one rank of a tensor-parallel group."""
 
     def __init__(
         self,
@@ -80,8 +64,14 @@ class ModelRunner:
         self._held_by_others = device.tensor_bytes()  # other engines of this process, or a trainer
         self.dtype = device.resolve_dtype(config.dtype, model_config.dtype)
         self.cache_dtype = cache_dtype(config.kv_cache_dtype, self.dtype)
-        kinds = self.dtype, model_config.attention, self.cache_dtype
-        self.backend = select(config.attention_backend, device, *kinds, config.deterministic)
+        self.backend = select(
+            config.attention_backend,
+            device,
+            self.dtype,
+            model_config.attention,
+            self.cache_dtype,
+            config.deterministic,
+        )
         self.block_size = resolve_block_size(config.kvcache_block_size, self.backend)
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
         fuse = tp.size == 1 and (self.dtype == torch.bfloat16 if device.is_cuda else has_cpu_kernels())
@@ -89,10 +79,7 @@ class ModelRunner:
         options = WeightOptions(self.dtype, device.torch, config.deterministic, fuse)
         allocate(self.model, options, model_config.quant)
         self.load_weights()
-        self.graphs: dict[tuple[int, bool], CUDAGraphs] = {}  # by chunk of shared prefixes, and whether drawn
-        self.recorded: RecordedSteps | None = None  # on a CPU, in place of graphs
-        self._undrawn: UndrawnStep | None = None
-        self.prefixes: SharedPrefixFinder | None = None  # None without a KV cache
+        self.graphs = {}
         specs = [layer.spec for layer in self.model.attention_layers]
         self.spec = max(specs, key=lambda spec: (spec.window is None, spec.num_heads))
         self.layout = CacheLayout.of(specs, self.block_size, self.backend.window_tile)
@@ -102,7 +89,6 @@ class ModelRunner:
         copies = max_seqs * min(max_seqs, self.block_size)  # a row's come from a block of each earlier row
         self.size = StepSize(max_tokens, max_seqs, self.max_blocks, unit, copies)  # of the largest step
         self.staging = Staging(device, self.size, len(self.layout.groups))
-        self.routed: torch.Tensor | None = None
         if config.return_routed_experts and model_config.moe is not None:
             self.routed = model_config.moe.record([*self.model.model.layers], max_tokens, device.torch)
         self.ending = Ending(self.model, tp, device, max_seqs, config.logprobs_mode)
@@ -115,8 +101,6 @@ class ModelRunner:
         else:
             load_weights(self.model, self.model_path, self._check)
         self.device.empty_cache()  # else permanent workspaces might keep all memory of the loading
-
-    # -- start-up ----------------------------------------------------------------------------------------
 
     def calibrate_kv_cache(self) -> None:
         """Set the scales of a KV cache in another dtype than the model's. Its content is lost."""
@@ -137,6 +121,8 @@ class ModelRunner:
             whole = min(most // few, self.max_model_len)
             needed = max(needed, self._warmup_peak(StepKind.PREFILL, few, whole, whole))
         if self.backend.supports_cuda_graph:  # graphs have their own memory
+            if not self.config.enforce_eager:
+                needed += int(needed * doors.find(doors.PREFILL_SHARE)(self))
             self.prefixes = self._make_prefix_finder()  # equal sequences share everything: the most memory
             needed += self._warmup_peak(StepKind.DECODE, self.config.max_num_seqs, 1, self.max_model_len)
         needed += self.ending.reserved_bytes()
@@ -151,10 +137,26 @@ class ModelRunner:
         return self.device.peak_above_current()
 
     def equal_batch(self, kind: StepKind, num_seqs: int, query_len: int, context_len: int) -> Batch:
-        """As `equal_batch` of `memory.py`, in the blocks that there are, for all groups of layers."""
-        num_blocks = self.kv_cache.shape[2]
-        batch = equal_batch(kind, num_seqs, query_len, context_len, self.block_size, num_blocks)
-        return replace(batch, tables=batch.tables * len(self.layout.groups))
+        """A step of equal sequences with filters, to measure its memory; which filter makes no difference.
+        Token ids are 0.
+
+        All sequences have the same block table, in all groups of layers, which repeats the existing blocks:
+        their content does not matter.
+        """
+        sampling = greedy(num_seqs)
+        filters = replace(sampling.filters, top_k=np.full(num_seqs, 50, np.int32))
+        table = np.arange(-(-context_len // self.block_size), dtype=np.int32) % self.kv_cache.shape[2]
+        return Batch(
+            kind=kind,
+            seq_ids=tuple(range(num_seqs)),
+            slots=np.arange(num_seqs, dtype=np.int32),
+            token_ids=np.zeros(num_seqs * query_len, np.int32),
+            query_lens=np.full(num_seqs, query_len, np.int32),
+            context_lens=np.full(num_seqs, context_len, np.int32),
+            tables=(np.tile(table, (num_seqs, 1)),) * len(self.layout.groups),
+            draws=np.ones(num_seqs, np.int32),
+            sampling=replace(sampling, temperature=np.ones(num_seqs, np.float32), filters=filters),
+        )
 
     def measure_kv_cache(self, reserve: int) -> KVCacheSpace:
         """Return the device's memory for the KV cache besides `reserve` bytes, and the size of a block."""
@@ -183,14 +185,10 @@ class ModelRunner:
         self.prefixes = self._make_prefix_finder()
         return self.kv_cache.shape[2]
 
-    def _make_prefix_finder(self) -> SharedPrefixFinder | None:
+    def _make_prefix_finder(self) -> PrefixFinder | None:
         if self.shared_unit is None or not self.config.enable_prefix_caching:
             return None
-        max_num_seqs = self.config.max_num_seqs
-        if self.config.deterministic:
-            return SharedPrefixFinder(self.block_size, self.shared_unit, max_num_seqs)
-        least = partial(least_chunk, self.spec.num_heads, self.spec.head_dim, self.max_model_len)
-        return SharedPrefixFinder(self.block_size, self.shared_unit, max_num_seqs, least)
+        return _PREFIXES["finder"](self, self.shared_unit)
 
     def _set_kv_cache(self, num_blocks: int) -> None:
         """Give every layer its part of a new cache of `num_blocks` blocks.
@@ -220,138 +218,29 @@ class ModelRunner:
             self.recorded = cpu_door("recorded_steps")()
         if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
             return
-
-        rehearsal = Rehearsal(self.model.model)
-
-        def make(shared: SharedRows | None, drawn: bool, sizes: list[int], pool: object) -> CUDAGraphs:
-            step = partial(self._make_step, shared, drawn)
-            return CUDAGraphs(sizes, step, self.device.torch, pool, rehearsal)
-
-        sizes = graph_sizes(self.config.max_num_seqs)
-        self.graphs[0, True] = first = make(None, True, sizes, None)
-        first.capture_all(progress and self.tp.rank == 0)
-        # Captured on first use, and in fewer sizes: most workloads do not need them.
-        few = sizes[::-4][::-1]
-        self.graphs[0, False] = make(None, False, sorted({*sizes[:3], *sizes[::-2]}), first.pool)
-        if self.prefixes is not None:
-            for chunk, nothing in self.prefixes.nothing.items():
-                for drawn in (True, False):
-                    self.graphs[chunk, drawn] = make(nothing, drawn, few, first.pool)
-
-    def _make_step(self, shared: SharedRows | None, drawn: bool, rows: int) -> Callable[[], GraphOutput]:
-        """A decode step of `rows` sequences over the fixed input buffer, to capture as a graph."""
-        batch = replace(EMPTY_BATCH, tables=EMPTY_BATCH.tables * len(self.layout.groups))
-        arrays = prepare_decode(batch, self.block_size, shared, self.max_model_len)
-        inputs = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))()
-        return lambda: self._graph_step(inputs, drawn)
+        _CAPTURE["graphs"](self, progress)
 
     def forget_recorded(self) -> None:
         """Addresses that recorded steps use change: record steps again."""
         if self.recorded is not None:
             self.recorded.clear()
 
-    # -- one step ----------------------------------------------------------------------------------------
-
-    def run(self, batch: Batch) -> StepOutput[np.ndarray]:
-        """Run a step and wait for its tokens."""
-        handle = self.launch(batch)
-        assert handle is not None, "no rules, nothing to wait for"
-        return handle.result()
-
-    @torch.inference_mode()
-    def launch(self, batch: Batch) -> StepHandle | None:
-        """Queue a step on the device; the handle returns its outputs, the same on every rank.
-
-        None if the sequences have rules: then call `draw` before the next launch.
-        """
-        batch = self.layout.numbered(batch, self.kv_cache.shape[2])
-        shared, replayed = None, None
-        if batch.kind is StepKind.DECODE:
-            shared = None if self.prefixes is None else self.prefixes.find(batch)
-            replayed = self._replay(batch, shared)
-        if replayed is not None:
-            (hidden, token_ids), staged = replayed
-            if token_ids is not None:
-                return self._receive(StepOutput(token_ids[: len(batch.slots), None]), batch)
-            step = UndrawnStep(batch, hidden, staged())
-        else:
-            if batch.kind is StepKind.DECODE:
-                arrays = prepare_decode(batch, self.block_size, shared)
-            else:
-                assert batch.kind is StepKind.PREFILL, f"no code here for the step {batch.kind!r}"
-                split = self.tp.split if self.routed is None else None
-                arrays = prepare_prefill(batch, self.block_size, split)
-            inputs = self.staging.send(arrays)()
-            step = UndrawnStep(batch, self.run_model(inputs), inputs)
-        if batch.extras is not None and batch.extras.has_rules:
-            self._undrawn = step
-            return None
-        return self._receive(self.ending.end(step, None), batch)
-
-    def _replay(
-        self, batch: Batch, shared: SharedPrefixes[np.ndarray] | None
-    ) -> tuple[GraphOutput, Callable[[], StepInputs[torch.Tensor]]] | None:
-        """Replay a decode step; return its output, and a function that creates its inputs. None if there is
-        no graph for it, and it cannot be recorded."""
-        drawn = batch.extras is None or not batch.extras.needs_logits
-        rows, recorded = len(batch.slots), self.recorded
-        graphs = self.graphs.get((shared.chunk if shared else 0, drawn))
-        if graphs is not None:
-            rows = graphs.size_for(rows)
-            graphs.capture(rows)
-            arrays = prepare_decode(batch, self.block_size, shared)
-            staged = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))
-            return graphs.replay(rows), staged
-        if recorded is None or shared is not None or not recorded.usable:
-            return None
-        arrays = prepare_decode(batch, self.block_size, None, self.max_model_len)
-        staged = self.staging.send(arrays, replace(self.size, tokens=rows, seqs=rows))
-        output = recorded.run((rows, drawn), lambda: partial(self._graph_step, staged(), drawn))
-        return None if output is None else (output, staged)
-
-    def _receive(self, tensors: StepOutput[torch.Tensor], batch: Batch) -> StepHandle:
-        routed = None if self.routed is None else self.routed[: len(batch.token_ids)]
-        return self.staging.receive(replace(tensors, routed=routed))
-
-    @cached_property
-    def mask_buffer(self) -> np.ndarray:
-        """Host memory for token masks: [max_num_seqs, ceil(vocabulary / 32)] int32.
-
-        It can be reused once its step was read. It is kept, because page faults in megabytes of fresh memory
-        would take longer than the writing.
-        """
-        words = -(-self.model_config.vocab_size // WORD)
-        return self.device.host_buffer(self.size.seqs * words, torch.int32).numpy().reshape(-1, words)
-
-    @torch.inference_mode()
-    def draw(self, masks: TokenMasks) -> StepHandle:
-        """Queue the end of the launched step; `masks` are its allowed tokens."""
-        step, self._undrawn = self._undrawn, None
-        assert step is not None, "a step with rules was launched"
-        return self._receive(self.ending.end(step, masks), step.batch)
-
-    def _graph_step(self, inputs: StepInputs[torch.Tensor], drawn: bool) -> GraphOutput:
-        """The part of a step that a graph captures: (hidden states, drawn tokens or None).
-
-        Drawing that needs NCCL is not captured, because NCCL keeps the graph alive and cannot be aborted.
-        """
-        hidden = self.run_model(inputs)
-        drawn = drawn and self.tp.exchanges_rows(len(hidden), self.dtype)
-        return hidden, self.ending.draw(hidden, inputs) if drawn else None
-
-    def run_model(self, inputs: StepInputs[torch.Tensor]) -> torch.Tensor:
-        """Run the model; return the hidden states [n, hidden_size] that are needed for logits."""
-        # A stored token may be NOT_FINITE, or garbage from an aborted sum: `take_tokens` clamps it.
-        vocab_size = self.model_config.vocab_size
-        token_ids = take_tokens(inputs.token_ids, inputs.token_slots, self.ending.last_token_ids, vocab_size)
-        return self.model(token_ids, inputs.positions, inputs.attention)
-
     def exit(self) -> None:
         """Free everything on the device and leave the group. The runner cannot be used afterwards."""
         try:
             self.device.synchronize()
         finally:
-            owned = "graphs", "recorded", "model", "kv_cache", "staging", "ending", "_undrawn", "mask_buffer"
+            owned = (
+                "graphs",
+                "prefills",
+                "recorded",
+                "model",
+                "kv_cache",
+                "staging",
+                "ending",
+                "_undrawn",
+                "mask_buffer",
+            )
             for name in owned:
                 self.__dict__.pop(name, None)
             self.tp.close()

@@ -17,7 +17,4 @@ class StatsCalls(LLMEngine):
         Any thread may call this at any time: within `on_step`, while a stream is open, and after `close`.
         With replicas, the sums over all of them; seconds are divided by their number.
         """
-        load = self._executor.load
-        return summary(
-            self._counters, load.num_requests, load.num_running, load.num_waiting, load.kv_cache_usage
-        )
+        return summary(self._history, self._executor.load)

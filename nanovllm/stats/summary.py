@@ -1,6 +1,6 @@
 """EngineStats: what `llm.stats()` returns of an engine's life so far, and the points of its timeline.
 
-Made of the `Counters` of `engine/stats.py`; counts nothing itself.
+Made of the `History` of `engine/stats.py` and its `Timeline`; counts nothing itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import Any
 
-from nanovllm.engine.stats import SUMMED, Counters, Interval, joined, short
+from nanovllm.engine.stats import History, Load
+from nanovllm.stats.timeline import SUMMED, Interval, joined
 
 # Fields of TimelinePoint that are means over seconds and over steps.
 _OVER_SECONDS = {"output_tokens_per_s", "prefill_tokens_per_s"}
@@ -131,25 +132,24 @@ def _sums_of(sums: Interval, kind: type[TimelinePoint | EngineStats]) -> dict[st
     return {each.name: getattr(sums, each.name) for each in fields(kind) if each.name in SUMMED}
 
 
-def summary(
-    counters: Counters, requests: int, running: int, waiting: int, kv_cache_usage: float
-) -> EngineStats:
-    """The totals so far. The numbers are the current ones of unfinished requests and of running and waiting
-    sequences, and the share of the blocks that they hold."""
-    intervals, length = list(counters.intervals), counters.length
-    sums = joined(intervals)
+def summary(history: History, load: Load) -> EngineStats:
+    """The totals so far. load: the current one."""
+    with history.steps.counted() as timeline:
+        intervals, length = list(timeline.intervals), timeline.length
+        sums = joined(intervals)
+        points = tuple(_point(e, length) for e in intervals if e.prefill_seconds + e.decode_seconds)
     return EngineStats(
-        start_time=counters.start_time,
-        uptime=perf_counter() - counters.origin,
-        num_requests=counters.num_requests,
-        num_unfinished_requests=requests,
-        num_running=running,
-        num_waiting=waiting,
-        num_prompt_tokens=counters.num_prompt_tokens,
+        start_time=history.start_time,
+        uptime=perf_counter() - history.origin,
+        num_requests=history.num_requests,
+        num_unfinished_requests=load.num_requests,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_prompt_tokens=history.num_prompt_tokens,
         decode_batch_size=sums.num_decode_rows / (sums.num_decode_steps or 1),
-        kv_cache_usage=kv_cache_usage,
-        peak_kv_cache_usage=counters.peak_usage,
-        points=tuple(_point(e, length) for e in intervals if e.prefill_seconds + e.decode_seconds),
+        kv_cache_usage=load.kv_cache_usage,
+        peak_kv_cache_usage=load.peak_kv_cache_usage,
+        points=points,
         interval=length,
         **_sums_of(sums, EngineStats),
     )
@@ -178,3 +178,12 @@ def _joined_points(group: list[TimelinePoint], time: float) -> TimelinePoint:
 def counted(number: int, noun: str) -> str:
     """A number and its noun: 1 row, 2,000 rows."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def short(rate: float) -> str:
+    """A rate in at most five characters: 7.53, 981, 4.57k, 123k, 1.23M."""
+    for unit in ("", "k", "M"):
+        if rate < 999.5:
+            return f"{rate:#.3g}".rstrip(".") + unit
+        rate /= 1000
+    return f"{rate:.0f}G"

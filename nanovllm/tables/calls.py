@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nanovllm.answers import RequestOutput
 from nanovllm.chat.calls import ChatCalls
 from nanovllm.inputs import calls_of_llm
-from nanovllm.outputs import RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.tables.tables import answer_columns, open_table, read_prompts
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import Any, NamedTuple
 
-from nanovllm.errors import BadRow
-from nanovllm.outputs import RequestOutput
-from nanovllm.text.prompts import show
+from nanovllm.answers import RequestOutput
+from nanovllm.checks import BadRow
+from nanovllm.inputs import show
 
 _KINDS = "a pandas or polars DataFrame, an Arrow table, a Hugging Face Dataset or a list of dictionaries"
 _ADVICE = {

@@ -5,28 +5,28 @@ Owns the tokenizer. Keeps no request; knows neither blocks nor tensors.
 
 from __future__ import annotations
 
+import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from nanovllm.batch import TokenLogprobs
-from nanovllm.checks import pack_token_ids
+from nanovllm.answers import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.checks import BadRow, attempt, pack_token_ids
 from nanovllm.doors import EXTRAS, TEXT, Table
-from nanovllm.errors import BadRow, attempt
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.text.prompts import Prompt, Request
-from nanovllm.text.tokenizer import encode
+from nanovllm.text.prompts import Prompt, Request, portions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEXT: Table[Any] = Table(TEXT)
 _EXTRAS: Table[Any] = Table(EXTRAS)
+ENCODED_BYTES = 2**19  # tokenised at once; it takes up to 300 times this memory, and up to a second
 LONG_TEXT = 2**16  # characters; a shorter text is tokenised, whatever its length may turn out to be
 # The tokenised sampling parameters: `stop_token_ids`, `bad_words` and `constraint` of a Request.
 _OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], Any]
@@ -76,35 +76,33 @@ class Processor:
         self,
         prompts: Sequence[Prompt | BadRow],
         params: Sequence[SamplingParams | BadRow],
-        where: list[str],
         first_id: int,
         first_index: int = 0,
         on_error: str = "raise",
     ) -> list[Request | BadRow]:
         """Check and tokenise the prompts; the ids of the requests count up from `first_id`.
 
-        params: checked, one for each prompt. where: the name of each prompt in errors. first_index: the index
-        of the first prompt in its call. on_error: with "return", an exception of a request's logits processor
-        ends that request alone.
+        params: checked, one for each prompt. first_index: the index of the first prompt in its call.
+        on_error: with "return", an exception of a request's logits processor ends that request alone.
 
         A bad prompt stays in the list, and bad parameters replace theirs. A ValueError replaces a prompt
         without tokens or with a token id outside the vocabulary. The same holds if the parameters have such
         an id or an invalid constraint, or need a tokenizer (stop strings, bad words, structured outputs) and
         there is none, and for a text that `check_length` refuses. Raises ImportError without llguidance.
         """
-        encoded = self._encode(prompts, where)
+        encoded = self._encode(prompts)
         known: dict[int, _OutputIds | BadRow] = {}  # by the identity of the SamplingParams
 
         def make(row: int, prompt: Prompt) -> Request:
-            param, name = params[row], where[row]
-            token_ids = self._pack(prompt, encoded[row], name)
+            param = params[row]
+            token_ids = self._pack(prompt, encoded[row])
             if not isinstance(param, SamplingParams):
                 raise param
             if id(param) not in known:
                 known[id(param)] = attempt(self._output_ids, param)
             meaning = known[id(param)]
             if isinstance(meaning, Exception):
-                raise ValueError(f"{name}: {meaning}")
+                raise ValueError(f"{prompt.where}: {meaning}")
             stop_token_ids, bad_words, constraint = meaning
             return Request(
                 first_id + row,
@@ -165,7 +163,7 @@ class Processor:
         self,
         output: CompletionOutput,
         request: Request,
-        rows: list[tuple[TokenLogprobs, int]],
+        rows: list[Any],
         before: Sequence[int] = (),
     ) -> CompletionOutput:
         """Return the completion with the logprobs of its tokens, one row for each, if requested.
@@ -182,7 +180,7 @@ class Processor:
         request: Request,
         completions: list[CompletionOutput],
         metrics: RequestMetrics,
-        scores: list[TokenLogprobs],
+        scores: list[Any],
         num_cached_tokens: int = 0,
         pooled: np.ndarray | None = None,
         dead_end: tuple[str, int] | None = None,
@@ -205,10 +203,10 @@ class Processor:
             pooled=pooled,
         )
 
-    def encode(self, prompts: Sequence[Prompt], where: list[str]) -> list[list[int]]:
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The checked token ids of prompts; ValueError as in `make_requests`."""
-        rows = zip(prompts, self._encode(prompts, where), where, strict=True)
-        return [self._pack(prompt, ids, name).tolist() for prompt, ids, name in rows]
+        rows = zip(prompts, self._encode(prompts), strict=True)
+        return [self._pack(prompt, ids).tolist() for prompt, ids in rows]
 
     def check_length(self, text: str, where: str) -> None:
         """ValueError for a text that cannot fit, however the rest of its request is. Tokenises nothing."""
@@ -230,11 +228,10 @@ class Processor:
         bad_words, constraint = self.extras.compiled(params) if params.has_extras else ((), None)
         return frozenset(stop_ids), bad_words, constraint
 
-    def _encode(self, prompts: Sequence[Prompt | BadRow], where: list[str]) -> list[Sequence[int] | BadRow]:
+    def _encode(self, prompts: Sequence[Prompt | BadRow]) -> list[Sequence[int] | BadRow]:
         """The token ids of each prompt, or the error of a bad one."""
         found = [
-            attempt(self._given_ids, prompt, name) if isinstance(prompt, Prompt) else prompt
-            for prompt, name in zip(prompts, where, strict=True)
+            attempt(self._given_ids, prompt) if isinstance(prompt, Prompt) else prompt for prompt in prompts
         ]
         for special in (True, False):
             texts = {
@@ -249,21 +246,21 @@ class Processor:
                     found[row] = ids
         return [ids for ids in found if ids is not None]
 
-    def _given_ids(self, prompt: Prompt, where: str) -> Sequence[int] | None:
+    def _given_ids(self, prompt: Prompt) -> Sequence[int] | None:
         """The prompt's token ids; None for a string that is to be tokenised."""
         if prompt.token_ids is None:
             if self.tokenizer is None:
-                raise ValueError(f"{where} is a string, and skip_tokenizer_init=True; pass token ids")
-            self.check_length(str(prompt.text), where)
+                raise ValueError(f"{prompt.where} is a string, and skip_tokenizer_init=True; pass token ids")
+            self.check_length(str(prompt.text), prompt.where)
         return prompt.token_ids
 
-    def _pack(self, prompt: Prompt, ids: Sequence[int] | BadRow, where: str) -> array[int]:
+    def _pack(self, prompt: Prompt, ids: Sequence[int] | BadRow) -> array[int]:
         """The prompt's token ids."""
         if isinstance(ids, Exception):
             raise ids
         if not ids:
-            raise ValueError(f"{where} has no tokens: {prompt.text!r}")
-        return pack_token_ids(ids, self.vocab_size, where)
+            raise ValueError(f"{prompt.where} has no tokens: {prompt.text!r}")
+        return pack_token_ids(ids, self.vocab_size, prompt.where)
 
     def _said(self, request: Request, index: int, output_ids: list[int]) -> Mapping[str, Any]:
         """The fields of completion `index` that its tokens say."""
@@ -299,3 +296,39 @@ def needs_tokenizer(name: str, value: object) -> ValueError:
         f"{name}={value!r} needs a tokenizer, and skip_tokenizer_init=True; use stop_token_ids or "
         "allowed_token_ids"
     )
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Return the token ids of each string. transformers' warnings about long strings are off: the engine
+    checks the length.
+
+    Several calls of the tokenizer limit its memory, and let signals act between them. A string that is longer
+    than this is tokenised in another thread, because that takes long and no signal ends it. After Ctrl-C the
+    thread goes on, and what it finds is dropped.
+    """
+
+    def encode_some(some: list[str]) -> list[list[int]]:
+        return tokenizer(some, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    found: list[list[int]] = []
+    for some in portions(texts, ENCODED_BYTES, num_bytes):
+        if len(some) > 1 or num_bytes(some[0]) <= ENCODED_BYTES:
+            found += encode_some(some)
+            continue
+        future: Future[list[list[int]]] = Future()
+        threading.Thread(target=_fulfil, args=(future, encode_some, some), daemon=True).start()
+        found += future.result()
+    return found
+
+
+def _fulfil(future: Future[Any], call: Callable[[list[str]], Any], texts: list[str]) -> None:
+    try:
+        future.set_result(call(texts))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())

@@ -10,21 +10,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanovllm.answers import RequestOutput
 from nanovllm.chat.calls import ChatCalls
 from nanovllm.chat.conversations import Conversation, check_template_options
-from nanovllm.engine.progress import Progress
-from nanovllm.errors import BadRow, raise_first
-from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
+from nanovllm.checks import BadRow, raise_first
+from nanovllm.engine.stats import progress_of
+from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others, show
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.metrics import Metric
 from nanovllm.names import refuse_unknown
-from nanovllm.outputs import RequestOutput
 from nanovllm.params import SamplingParams
 from nanovllm.residency.calls import ResidencyCalls
 from nanovllm.residency.runner import FailedCall, RankView
 from nanovllm.stats.calls import StatsCalls
-from nanovllm.text.prompts import Prompt, PromptBatch, PromptReader, parse_prompts, show
-from nanovllm.vllm.metrics import RequestTimes, engine_metrics
+from nanovllm.streams.calls import StreamCalls
+from nanovllm.streams.reader import PromptReader
+from nanovllm.text.prompts import Prompt, parse_prompts
+from nanovllm.vllm.metrics import engine_metrics
+from nanovllm.vllm.queue import QueueCalls
 
 if TYPE_CHECKING:
     import torch
@@ -33,13 +36,11 @@ _Engine = TypeVar("_Engine", bound="VLLMCalls")
 
 
 @calls_of_llm
-class VLLMCalls(ChatCalls, ResidencyCalls, StatsCalls):
+class VLLMCalls(QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
     """An engine with vLLM's further calls."""
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         super().__init__(model, **options)
-        self._times = RequestTimes()
-        self._on_outputs = self._times.add
         self._own_ids: dict[str, str] = {}  # by the engine's request id: the id that the caller gave
 
     @classmethod
@@ -62,8 +63,7 @@ class VLLMCalls(ChatCalls, ResidencyCalls, StatsCalls):
         self._lifecycle.check_open()
         others.pop("use_tqdm", None)  # queueing shows no progress
         refuse_others(VLLMCalls.enqueue, others)
-        rows, where = parse_prompts(prompts)
-        return self._enqueue(rows, where, sampling_params)
+        return self._enqueue(parse_prompts(prompts), sampling_params)
 
     def enqueue_chat(
         self,
@@ -89,19 +89,17 @@ class VLLMCalls(ChatCalls, ResidencyCalls, StatsCalls):
             tools,
             chat_template_kwargs,
         )
-        prompts, where = self._rendered(messages, "raise", options)
-        return self._enqueue(prompts, where, sampling_params)
+        return self._enqueue(self._rendered(messages, "raise", options), sampling_params)
 
     def _enqueue(
         self,
         rows: list[Prompt | BadRow],
-        where: list[str],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[str]:
         params = self._params(sampling_params, len(rows))
         raise_first([*rows, *params])
         with self._calling():
-            requests, _ = self._check(PromptBatch(0, rows, params, where))
+            requests, _ = self._check(rows, params)
             self._add(requests)
         return [str(request.request_id) for request in requests]
 
@@ -118,7 +116,7 @@ class VLLMCalls(ChatCalls, ResidencyCalls, StatsCalls):
         """
         if output_type is not None and not issubclass(RequestOutput, output_type):
             raise TypeError(f"output_type must be RequestOutput or None, not {output_type!r}")
-        progress = Progress(self.get_num_unfinished_requests(), use_tqdm)
+        progress = progress_of(self.get_num_unfinished_requests(), use_tqdm)
         with self._calling(), self._emptied_on_error(), progress:
             outputs = self._finish_all(progress)
         outputs.sort(key=lambda output: int(output.request_id))
@@ -131,7 +129,7 @@ class VLLMCalls(ChatCalls, ResidencyCalls, StatsCalls):
     def get_num_unfinished_requests(self) -> int:
         """The number of requests that wait or run."""
         self._lifecycle.check_open()
-        return self._executor.load.num_requests
+        return self._executor.num_requests
 
     def add_request(self, *args: Any, **named: Any) -> str:
         """Queue one prompt and return its request id. ValueError or TypeError if it can never run.
@@ -158,7 +156,7 @@ class VLLMCalls(ChatCalls, ResidencyCalls, StatsCalls):
             return super().add_request(given["prompt"], params)
         if not isinstance(own, str):
             raise TypeError(f"request_id must be a string, not {show(own)}")
-        if not self._executor.load.num_requests:
+        if not self._executor.num_requests:
             self._own_ids.clear()
         if own in self._own_ids.values():
             raise ValueError(f"request_id={own!r} belongs to an unfinished request; pass another one")
@@ -188,16 +186,16 @@ class VLLMCalls(ChatCalls, ResidencyCalls, StatsCalls):
         replicas, the sums over all of them. `stats()` has more.
         """
         labels = {"model_name": str(self.config.model), "engine": "0"}
-        return [
-            *engine_metrics(self.stats(), self.config.enable_prefix_caching, labels),
-            *self._times.metrics(labels, self._executor.room.max_model_len),
-        ]
+        found = engine_metrics(self.stats(), self.config.enable_prefix_caching, labels)
+        with self._history.answers.counted() as times:
+            return found + times.metrics(labels, self._executor.room.max_model_len)
 
     def _stream(self, reader: PromptReader, on_error: str, deltas: bool) -> Iterator[RequestOutput]:
         try:
             yield from super()._stream(reader, on_error, deltas)
         finally:
-            self._times.drop_parts()
+            with self._history.answers.counted() as times:
+                times.drop_parts()
 
     # -- functions on the ranks ------------------------------------------------------------------------------
 

@@ -6,12 +6,13 @@ The buckets are vLLM's. Takes no times itself: an output brings its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
 
-import numpy as np
-
+from nanovllm.answers import RequestMetrics
+from nanovllm.engine.stats import Answered
 from nanovllm.metrics import Counter, Gauge, Histogram, Metric
-from nanovllm.outputs import RequestMetrics, RequestOutput, unlisted
 from nanovllm.stats.summary import EngineStats
 
 _FIRST_TOKEN = [
@@ -41,43 +42,31 @@ _EDGES: dict[str, Sequence[float]] = {
     "request_decode_time_seconds": _LATENCY,
 }
 _REASONS = ("stop", "length", "abort", "error")
-_MANY = 4096  # values that wait to be counted
 
 
 class _Distribution:
-    """Counts values by bucket. One thread adds; any thread may read."""
+    """Counts values by bucket."""
 
     def __init__(self, edges: Sequence[float]) -> None:
-        self._edges = np.array(edges)
-        self._state = np.zeros(len(edges) + 1, np.int64), 0.0, list[float]()  # counts, sum, and what waits
+        self._edges = list(edges)
+        self._counts = [0] * (len(edges) + 1)
+        self._sum = 0.0
 
     def add(self, value: float) -> None:
-        waiting = self._state[2]
-        waiting.append(value)
-        if len(waiting) >= _MANY:
-            self._state = (*self.totals(), [])
-
-    def totals(self) -> tuple[np.ndarray, float]:
-        """The number of values in each bucket, and their sum."""
-        counts, total, waiting = self._state
-        values = np.array(list(waiting), float)
-        buckets = np.searchsorted(self._edges, values)  # an edge belongs to the bucket below it
-        return counts + np.bincount(buckets, minlength=len(counts)), total + math.fsum(values)
+        self._counts[bisect_left(self._edges, value)] += 1  # an edge belongs to the bucket below it
+        self._sum += value
 
     def histogram(self, name: str, labels: dict[str, str], longest: float) -> Histogram:
         """longest: the largest edge that is of interest."""
-        counts, total = self.totals()
-        upto = counts.cumsum().tolist()
+        upto = [*accumulate(self._counts)]
         buckets = {
-            str(edge): number
-            for edge, number in zip(self._edges.tolist(), upto, strict=False)
-            if edge <= longest
+            str(edge): number for edge, number in zip(self._edges, upto, strict=False) if edge <= longest
         }
-        return Histogram(name, labels, upto[-1], total, buckets | {"+Inf": upto[-1]})
+        return Histogram(name, labels, upto[-1], self._sum, buckets | {"+Inf": upto[-1]})
 
 
 class RequestTimes:
-    """What is known of requests that have ended. One thread adds; any thread may read."""
+    """What is known of requests that have ended; see `History`."""
 
     def __init__(self) -> None:
         self._all = {name: _Distribution(edges) for name, edges in _EDGES.items()}
@@ -85,22 +74,21 @@ class RequestTimes:
         self._ended = dict.fromkeys(_REASONS, 0)
         self._drawn: dict[tuple[str, int], int] = {}  # tokens in earlier parts of an unfinished completion
 
-    def add(self, outputs: Iterable[RequestOutput]) -> None:
-        """Count outputs, whole or in parts."""
-        for output in outputs:
-            most = 0
-            for each in output.outputs:
-                key = output.request_id, each.index
-                number = len(each.token_ids) + self._drawn.pop(key, 0)
-                if each.finish_reason is None:
-                    self._drawn[key] = number
-                else:
-                    self._ended[each.finish_reason] += 1
-                    self._add["request_generation_tokens"](number)
-                    most = max(most, number)
-            if output.finished and output.metrics is not None:
-                self._add["request_prompt_tokens"](len(unlisted(output, "prompt_token_ids")))
-                self._add_times(output.metrics, most)
+    def count(self, entry: Answered) -> None:
+        """Count an output or a part of one."""
+        request_id, finished, metrics, num_prompt_tokens, completions = entry
+        most = 0
+        for index, reason, number in completions:
+            number += self._drawn.pop((request_id, index), 0)
+            if reason is None:
+                self._drawn[request_id, index] = number
+            else:
+                self._ended[reason] += 1
+                self._add["request_generation_tokens"](number)
+                most = max(most, number)
+        if finished and metrics is not None:
+            self._add["request_prompt_tokens"](num_prompt_tokens)
+            self._add_times(metrics, most)
 
     def drop_parts(self) -> None:
         """Forget completions that never end, because their stream was left."""

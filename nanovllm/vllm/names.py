@@ -1,12 +1,21 @@
-"""OtherNames: names that models of other libraries have and LLM has not. Does nothing but raise errors."""
+"""Names of other libraries' models: errors for those that LLM does not have, and vLLM's kinds of outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum
 from typing import TYPE_CHECKING, NoReturn
 
 from nanovllm.names import nearest
 from nanovllm.vllm.arguments import elsewhere
+
+
+class RequestOutputKind(Enum):
+    """vLLM's kinds of outputs. Here `step` returns whole answers, and `LLM.stream(deltas=True)` parts."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 class OtherNames:

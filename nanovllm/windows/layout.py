@@ -38,8 +38,6 @@ class TwoGroups(CacheLayout):
         return np.where(numbers == PADDING, numbers, inside)
 
     def numbered(self, batch: Batch, slabs: int) -> Batch:
-        if self.pieces == (1, 1):
-            return batch
         tables = [self.blocks_of(table, group, slabs) for group, table in enumerate(batch.tables)]
         copies = [self._copies(cells, group, slabs) for group, cells in enumerate(batch.copies)]
         return replace(batch, tables=tuple(tables), copies=tuple(copies))
@@ -98,4 +96,5 @@ def windowed_layout(specs: Sequence[AttentionSpec], block_size: int, tile: int) 
     pieces = cell // other_size, cell // near_size
     group_of = tuple(int(owner in near) for owner in owners)
     groups = KVGroup(per_slab=layers // others * pieces[0]), windowed
-    return TwoGroups(layers, cell, one.sizes, group_of, groups, pieces)
+    own_numbers = pieces != (1, 1)
+    return TwoGroups(layers, cell, one.sizes, group_of, groups, own_numbers, pieces)

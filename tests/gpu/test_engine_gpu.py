@@ -26,8 +26,8 @@ from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.batch import LAST_SAMPLED, Batch, StepKind, greedy
 from nanovllm.kernels.compat import in_graph
 from nanovllm.kernels.sampling import BLOCK, random_pair_reference
-from nanovllm.runner import shared_prefixes
-from nanovllm.runner.inputs import StepHandle, prepare_decode, prepare_prefill
+from nanovllm.runner.inputs import PendingOutput, prepare_decode, prepare_prefill
+from nanovllm.shared_prefixes import finder
 
 pytestmark = pytest.mark.gpu
 
@@ -314,7 +314,7 @@ def test_shared_prefixes(
     ]
     results = []
     for least in (1, 10**9):
-        monkeypatch.setattr(shared_prefixes, "MIN_SHARED_TOKENS", least)
+        monkeypatch.setattr(finder, "MIN_SHARED_TOKENS", least)
         with CheckedLLM(
             model,
             skip_tokenizer_init=True,
@@ -381,7 +381,7 @@ def test_a_failed_row_on_the_device_ends_alone(model: Path, enforce_eager: bool)
         runner, steps = inside.runner(llm), iter(range(10**6))
         launch = runner.launch
 
-        def broken(batch: Batch) -> StepHandle:
+        def broken(batch: Batch) -> PendingOutput:
             if next(steps) == 3:
                 with torch.inference_mode():
                     block = runner.kv_cache[:, :, int(batch.tables[0][1, 0])]

@@ -9,8 +9,9 @@ import inside
 import pytest
 
 from nanovllm.batch import StepKind
-from nanovllm.engine.stats import INTERVAL_SECONDS, MAX_INTERVALS, Counters, StepStats
+from nanovllm.engine.stats import MANY, History, Load, StepStats
 from nanovllm.stats.summary import EngineStats, summary
+from nanovllm.stats.timeline import INTERVAL_SECONDS, MAX_INTERVALS
 
 
 def step(num_seqs: int = 2, decode: bool = True, seconds: float = 0.5) -> StepStats:
@@ -20,10 +21,9 @@ def step(num_seqs: int = 2, decode: bool = True, seconds: float = 0.5) -> StepSt
 
 def recorded(steps: list[tuple[float, StepStats]]) -> EngineStats:
     """The stats after steps that end at the given seconds."""
-    counters = Counters()
-    for time, each in steps:
-        counters.record(each, inside.origin(counters) + time)
-    return summary(counters, 0, 0, 0, 0.0)
+    history = History()
+    history.steps.add(steps)
+    return summary(history, Load(0, 0, 0, 0.0, 0.0))
 
 
 def test_a_point_holds_means_and_rates() -> None:
@@ -57,3 +57,17 @@ def test_a_long_life_has_a_bounded_timeline_and_exact_totals(gap: float) -> None
     for point, end in zip(points, [*starts[1:], float("inf")], strict=True):  # each step is in its interval
         within = [each for when, each in steps if point.time <= when + 1e-6 and when < end - 1e-6]
         assert abs(point.num_steps - len(within)) <= 1
+
+
+def test_steps_count_alike_whenever_somebody_asks_and_few_wait() -> None:
+    rng = random.Random(4)
+    steps = [(index * 0.03, step(rng.randrange(1, 9))) for index in range(3 * MANY)]
+    asked, unasked = History(), History()
+    load = Load(0, 0, 0, 0.0, 0.0)
+    for index, each in enumerate(steps):
+        asked.steps.add([each])
+        unasked.steps.add([each])
+        assert inside.waiting(unasked.steps) < MANY
+        if index % 7 == 0:
+            assert summary(asked, load).num_decode_steps == index + 1 and inside.waiting(asked.steps) == 0
+    assert summary(asked, load).points == summary(unasked, load).points

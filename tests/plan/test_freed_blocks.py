@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from test_scheduler import check_any_load
 
 from nanovllm.batch import PADDING
-from nanovllm.kv_group import ONE_GROUP
-from nanovllm.plan.room import Room
+from nanovllm.kv_group import ONE_GROUP, Room
 from nanovllm.sampling_params import SamplingParams
 
 KINDS = pytest.mark.parametrize("parts", [None, 1, 3])

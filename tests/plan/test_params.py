@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from typing import Any
 
 import numpy as np
 import pytest
+from nanovllm.plan.columns import SamplingTable
 from pydantic import BaseModel
 
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.extras.logits_processors import takes_prompt
 from nanovllm.extras.structured_outputs import StructuredOutputsParams
-from nanovllm.plan.columns import SamplingTable
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -312,7 +313,7 @@ def test_sampling_columns_of_greedy_rows_are_neutral() -> None:
         SamplingParams(temperature=1.0, top_p=0.9, min_p=0.2),
     ]
     for slot, (param, seed) in enumerate(zip(params, (1, 2, 3, -4), strict=True)):
-        seq = Sequence(slot, [5], param, seed)
+        seq = Sequence(slot, array("i", [5]), param, seed)
         seq.slot = slot
         table.set(seq)
     positions = np.array([7, 8, 9])
@@ -331,7 +332,7 @@ def test_sampling_columns_of_greedy_rows_are_neutral() -> None:
 
 @pytest.mark.parametrize("top_k", [-1, 0, 5, 2**31, 10**400])
 def test_a_top_k_of_any_size_fits_its_column(top_k: int) -> None:
-    table, seq = SamplingTable(1), Sequence(0, [5], SamplingParams(temperature=1, top_k=top_k), 1)
+    table, seq = SamplingTable(1), Sequence(0, array("i", [5]), SamplingParams(temperature=1, top_k=top_k), 1)
     seq.slot = 0
     table.set(seq)
     columns = table.take(np.array([0]), np.array([3]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_device import Handle, make_loop, make_sequence, run_all
+from fake_device import Handle, make_loop, make_sequence, run_all, want_states
 from invariants import check_scheduler
 
 from nanovllm.batch import Batch, StepKind
@@ -47,7 +47,7 @@ def test_a_scored_sequence_that_is_preempted_finds_its_output_in_the_cache() -> 
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     for seq_id, prompt in enumerate(([1, 2, 3, 4], [5, 6, 7, 8, 9])):
         seq = make_sequence(seq_id, prompt, params)
-        seq.next_wanted = 0
+        want_states(seq, 0)
         loop.scheduler.add(seq)
     cached, launch = [], loop.device.launch
 

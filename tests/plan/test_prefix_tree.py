@@ -13,7 +13,7 @@ from typing import Any
 import inside
 import numpy as np
 import pytest
-from fake_device import VOCAB, Loop, Windows, make_loop, make_sequence, run_all
+from fake_device import VOCAB, Loop, Windows, make_loop, make_sequence, run_all, want_states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_cases import branching_prompts, common, must_compute, share_whole_blocks_only
@@ -40,7 +40,7 @@ class Brute:
 
     def allocate(self, seq: Sequence, spare: int = 0) -> bool:
         prompt = list(seq.token_ids)
-        most = len(prompt) - 1 if seq.next_wanted is None else min(seq.next_wanted, len(prompt) - 1)
+        most = len(prompt) - 1 if seq.extras is None else seq.extras.most_cached(len(prompt) - 1)
         running = [each.token_ids for each in (*self._scheduler.running, *self._scheduler.ending.values())]
         least, top = (
             min(most, max((common(prompt, each) for each in held), default=0))
@@ -126,7 +126,7 @@ def test_any_load_finds_all_that_is_held(data: st.DataObject) -> None:
             params = SamplingParams(max_tokens=rng.randint(1, 9), ignore_eos=rng.random() < 0.7)
             for _ in range(rng.choice([1, 1, 3])):
                 seq = make_sequence(added, prompt, params)
-                seq.next_wanted = rng.randrange(len(prompt)) if rng.random() < 0.2 else None
+                want_states(seq, rng.randrange(len(prompt)) if rng.random() < 0.2 else None)
                 loop.scheduler.add(seq)
                 added += 1
         loop.step()
@@ -159,7 +159,7 @@ def test_tokens_whose_hidden_states_are_wanted_are_computed() -> None:
     prompt = list(range(1, 40))
     for seq_id, wanted in enumerate([None, 0, 5, 21, 38, None]):
         seq = make_sequence(seq_id, prompt, ONE)
-        seq.next_wanted = wanted
+        want_states(seq, wanted)
         loop.scheduler.add(seq)
         while not loop.scheduler.is_finished():
             loop.step()

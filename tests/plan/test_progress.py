@@ -16,9 +16,10 @@ import inside
 import pytest
 
 from nanovllm.batch import StepKind
-from nanovllm.engine import progress
-from nanovllm.engine.progress import Progress, short
-from nanovllm.engine.stats import StepStats
+from nanovllm.engine.stats import StepStats, progress_of
+from nanovllm.stats import progress
+from nanovllm.stats.progress import ShownProgress
+from nanovllm.stats.summary import short
 
 
 def stats(num_tokens: int, decode: bool, seconds: float, num_finished: int) -> StepStats:
@@ -88,7 +89,7 @@ def test_a_bar_fits_its_terminal_and_cuts_no_number(total: int, columns: int, st
     """A million requests with rates of 123,456 tokens/s and more, also after 23 hours."""
     terminal = stderr.to(Terminal(columns))
     clock = Clock()
-    with Progress(total, True, clock) as bar:
+    with ShownProgress(total, True, clock) as bar:
         inside.display(bar).start_t -= 84_225
         for _ in range(3):
             clock.now += 1
@@ -113,7 +114,7 @@ def test_a_bar_fits_its_terminal_and_cuts_no_number(total: int, columns: int, st
 def test_one_prompt_none_and_false_show_nothing(stderr: Shown) -> None:
     terminal = stderr.to(Terminal())
     for total, use_tqdm in ((1, True), (0, True), (2, False)):
-        with Progress(total, use_tqdm) as shown:
+        with progress_of(total, use_tqdm) as shown:
             shown.update(stats(1, True, 1.0, total))
     assert terminal.getvalue() == ""
 
@@ -121,7 +122,7 @@ def test_one_prompt_none_and_false_show_nothing(stderr: Shown) -> None:
 @pytest.mark.parametrize("use_tqdm", ["yes", None, 1])
 def test_another_value_is_refused(use_tqdm: Any) -> None:
     with pytest.raises(TypeError, match=f"use_tqdm must be True, False or a class .*, not {use_tqdm!r}"):
-        Progress(2, use_tqdm)
+        progress_of(2, use_tqdm)
 
 
 # -- without a terminal ------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ def test_another_value_is_refused(use_tqdm: Any) -> None:
 def test_a_file_gets_a_line_every_ten_seconds_and_a_last_one(stderr: Shown) -> None:
     file = stderr.to(io.StringIO())
     clock = Clock()
-    with Progress(1200, True, clock) as lines:
+    with ShownProgress(1200, True, clock) as lines:
         clock.now += 2
         lines.update(stats(20_000, False, 2.0, 0))
         for _ in range(12):
@@ -148,7 +149,7 @@ def test_a_file_gets_one_line_of_a_long_step_and_none_of_a_short_run(stderr: Sho
     file = stderr.to(io.StringIO())
     clock = Clock()
     for seconds in (9.9, 30):
-        with Progress(3, True, clock) as lines:
+        with ShownProgress(3, True, clock) as lines:
             clock.now += seconds
             lines.update(stats(300, True, seconds, 3))
     assert file.getvalue() == "Generating: 3 of 3 requests after 30 s, out 10.0 tok/s\n"
@@ -161,7 +162,7 @@ def test_nothing_is_shown_where_tqdm_is_disabled(
     shown = stderr.to(kind())
     monkeypatch.setenv("TQDM_DISABLE", "1")
     clock = Clock()
-    with Progress(3, True, clock):
+    with ShownProgress(3, True, clock):
         clock.now += 30
     assert shown.getvalue() == ""
 
@@ -196,7 +197,7 @@ def test_a_class_like_tqdm_is_used_as_it_is(total: int, stderr: Shown) -> None:
     file = stderr.to(io.StringIO())
     for own, rates in ((Own, []), (OwnWithRates, ["in 8.00 tok/s"])):
         clock = Clock()
-        shown = Progress(total, own, clock)
+        shown = ShownProgress(total, own, clock)
         own.made.clear()
         with shown:
             clock.now += 0.5
@@ -229,7 +230,7 @@ def test_a_notebook_gets_widgets_if_it_has_them_and_else_one_line_of_text(
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: kernel))
     monkeypatch.setattr(notebook, "IProgress", object if widgets else None)
     monkeypatch.setattr(notebook, "tqdm", Widgets)
-    with Progress(2, True) as shown:
+    with ShownProgress(2, True) as shown:
         shown.update(stats(5, False, 1.0, 2))
     assert len(made) == widgets and not len(recwarn)
     assert bool(file.getvalue()) != widgets

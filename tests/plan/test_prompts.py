@@ -13,19 +13,11 @@ import numpy as np
 import pytest
 
 from nanovllm import TextPrompt, TokensPrompt
-from nanovllm.batch import LogprobColumns
-from nanovllm.checks import pack_token_ids
-from nanovllm.errors import raise_first
+from nanovllm.answers import CompletionOutput, Logprob, RequestOutput, changed, unlisted
+from nanovllm.checks import pack_token_ids, raise_first
+from nanovllm.extras.columns import LogprobColumns
 from nanovllm.extras.logprobs import LogprobDicts
-from nanovllm.outputs import (
-    CompletionOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    Logprob,
-    RequestOutput,
-    changed,
-    unlisted,
-)
+from nanovllm.extras.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from nanovllm.text import prompts as forms
 from nanovllm.text.prompts import Prompt, parse_prompt
 from nanovllm.vllm.arguments import PROMPT
@@ -55,8 +47,7 @@ class Table:
 
 def parse_prompts(prompts: Any) -> list[Prompt]:
     """The rows; raises the error of the first bad one."""
-    rows, where = forms.parse_prompts(prompts)
-    assert len(rows) == len(where)
+    rows = forms.parse_prompts(prompts)
     raise_first(rows)
     return rows
 

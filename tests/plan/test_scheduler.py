@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 from invariants import check_scheduler
 
 from nanovllm.batch import NOT_DRAWN, NOT_FINITE, StepKind, StepOutput
-from nanovllm.plan.columns import SamplingTable
-from nanovllm.plan.room import Room
-from nanovllm.plan.sequence import Sequence
+from nanovllm.extras.planned import SequenceExtras, extras_of
+from nanovllm.kv_group import Room
+from nanovllm.plan.sequence import SamplingTable, Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import Request
 
 PROMPTS = st.lists(
     st.builds(
@@ -303,16 +305,15 @@ def test_plan_runs_without_torch() -> None:
 def test_a_slot_has_the_parameters_of_its_last_sequence() -> None:
     plain = SamplingParams(temperature=0.5)
     biased = SamplingParams(logit_bias={3: 2.0}, logprob_token_ids=[4, 5], presence_penalty=1.0)
-    table, found = SamplingTable(2), []
+    table, found, one = SamplingTable(2), [], np.array([1])
     for seed, params in enumerate((plain, plain, biased, biased, plain, biased, plain, plain)):
-        seq = Sequence(seed, [5, 6], params, seed)
+        seq = Sequence(seed, array("i", [5, 6]), params, seed)
+        if params is biased:
+            request = Request(seed, None, seq.prompt_ids, params, frozenset(), (), None)
+            seq.extras = SequenceExtras.of(request, 0, ())
         seq.slot = seed % 2
         table.set(seq)
-        slots = np.array([seq.slot])
-        columns, extras = (
-            table.take(slots, np.array([2])),
-            table.take_extras([seq], slots, np.array([1]), np.array([2])),
-        )
+        columns, extras = table.take(np.array([seq.slot]), np.array([2])), extras_of([seq], one, one)
         assert columns.seeds.tolist() == [seed] and columns.temperature.tolist() == [params.temperature]
         assert (extras is None) == (params is plain)
         found.append(extras)

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nanovllm.checks import attempt
 from nanovllm.config import Config
-from nanovllm.errors import attempt
 from nanovllm.sampling_params import SEED_LIMIT, RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import parse_sampling_params
 from nanovllm.vllm import arguments as vllm_arguments

@@ -10,7 +10,6 @@ import numpy as np
 
 from nanovllm import LLM
 from nanovllm.batch import StepKind
-from nanovllm.engine.executor import Stepped
 from tools.benchmark.kernels import PROFILE_TOKENS
 from tools.benchmark.roofline import Cost, Floor, Speed
 from tools.benchmark.workloads import Sharing
@@ -37,12 +36,11 @@ class StepRecorder:
         core: Any = llm._executor
         finish = core._finished
 
-        def finished(step: Any, *args: Any) -> Stepped:
-            stepped: Stepped = finish(step, *args)
-            if (stats := stepped.stats) is not None:
-                rows = step.batch.query_lens, step.batch.context_lens, step.batch.seq_ids
-                self._log.append((stats.seconds, stats.kind, *rows))
-            return stepped
+        def finished(step: Any, *args: Any) -> Any:
+            outputs, stats = finish(step, *args)
+            rows = step.batch.query_lens, step.batch.context_lens, step.batch.seq_ids
+            self._log.append((stats.seconds, stats.kind, *rows))
+            return outputs, stats
 
         core._finished = finished
 

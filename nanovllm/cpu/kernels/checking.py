@@ -53,8 +53,10 @@ wrong:
 def check_code() -> str:
     """The function that looks an address up, in LLVM's language."""
     table = _memory.ctypes.data
-    places = {"table": table, "error": table + 8, "ranges": table + 16, "anywhere": table + 16 + 16 * _MOST}
-    return _CODE.format(symbol=CHECK_SYMBOL, **places)
+    anywhere = table + 16 + 16 * _MOST
+    return _CODE.format(
+        symbol=CHECK_SYMBOL, table=table, error=table + 8, ranges=table + 16, anywhere=anywhere
+    )
 
 
 def allow(tensors: Iterable[object], block: tuple[int, int]) -> None:

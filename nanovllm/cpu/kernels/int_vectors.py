@@ -144,7 +144,7 @@ def quantise(name: str) -> Any:
                 store(b, plus(b, place, scales + 8 + 4 * half), start)
             sums.append(b.fmul(scale, b.sitofp(total, _F32)))
         if format.numbers == 2:
-            store(b, plus(b, place, scales + 8), b.fadd(*sums))
+            store(b, plus(b, place, scales + 8), b.fadd(sums[0], sums[1]))
 
     return quantise_group
 
@@ -171,7 +171,7 @@ def _pairs(b: Any, x: Any, y: Any) -> Any:
         return b.add(even, odd)
     if isa.level() == "avx2":
         kind, name = ir.VectorType(_I32, LANES // 2), "llvm.x86.avx2.pmadd.wd"
-        sums = [call(b, name, kind, *each) for each in zip(_halves(b, x), _halves(b, y), strict=True)]
+        sums = [call(b, name, kind, p, q) for p, q in zip(_halves(b, x), _halves(b, y), strict=True)]
         return _joined(b, sums)
     if isa.level() in ("avx512", "avx512_bf16"):
         return call(b, "llvm.x86.avx512.pmaddw.d.512", _VI, x, y)
@@ -182,7 +182,7 @@ def _byte_pairs(b: Any, x: Any, y: Any) -> Any:
     """64 x uint8 times 64 x int8, neighbours added: 32 x int16, which must suffice."""
     if isa.level() == "avx2":
         kind, name = ir.VectorType(_I16, LANES), "llvm.x86.avx2.pmadd.ub.sw"
-        sums = [call(b, name, kind, *each) for each in zip(_halves(b, x), _halves(b, y), strict=True)]
+        sums = [call(b, name, kind, p, q) for p, q in zip(_halves(b, x), _halves(b, y), strict=True)]
         return _joined(b, sums)
     if isa.level() == "avx512":
         return call(b, "llvm.x86.avx512.pmaddubs.w.512", _WORDS, x, y)
@@ -234,7 +234,7 @@ def _half_sums(
             return _dot(b, sums, part, rows)
         values = [spread(b, load(b, row, _I32)) for row in rows]
         products = [_byte_pairs(b, b.bitcast(part, _BYTES), b.bitcast(x, _BYTES)) for x in values]
-        return [b.add(*each) for each in zip(sums, products, strict=True)]
+        return [b.add(total, product) for total, product in zip(sums, products, strict=True)]
 
     if len(rows) == 1 or _MOST_ROWS[isa.level()] == 8:
         for quad in range(quads):
@@ -293,9 +293,12 @@ def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, ahead: A
             terms = [b.sitofp(each, _VF) for each in found]
             factors = [spread_at(row, 4 * half, _F32) for row in own]
             if half == 0:
-                values = [b.fmul(*each) for each in zip(terms, factors, strict=True)]
+                values = [b.fmul(term, factor) for term, factor in zip(terms, factors, strict=True)]
             else:
-                values = [multiply_add(b, *each) for each in zip(terms, factors, values, strict=True)]
+                values = [
+                    multiply_add(b, term, factor, value)
+                    for term, factor, value in zip(terms, factors, values, strict=True)
+                ]
         for total, row, value in zip(totals, own, values, strict=True):
             value = multiply_add(b, value, scale, b.load(total))
             if minimum:

@@ -271,7 +271,7 @@ def matmul(
 
 def expert_linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """`matmul` with the weight of an expert."""
-    return matmul(x, *weight)
+    return matmul(x, weight.data, weight.n)
 
 
 def embed(ids: torch.Tensor, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.batch import LogprobColumns
+from nanovllm.extras.columns import LogprobColumns
 from nanovllm.kernels.compat import jit, next_power_of_2, tl, use_triton
 from nanovllm.kernels.filters import SEGMENT
 

@@ -23,8 +23,8 @@ from nanovllm.errors import ModelLoadError
 from nanovllm.formats.gguf.ends import ends
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor, all_tensors
 from nanovllm.formats.gguf.tokenizer import write_tokenizer
-from nanovllm.models.checkpoint import Checkpoint, T, listing
-from nanovllm.quantization.base import WeightSource
+from nanovllm.models.registry import Checkpoint, T, listing
+from nanovllm.quantization.shards import WeightSource
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.models.checkpoint import T, check_no_pointer, shortened
+from nanovllm.formats.json_files import check_no_pointer
+from nanovllm.models.registry import T, shortened
 
 # The types of tensors, each with the places in a block of its scale, and perhaps its minimum, in float16.
 # Others have none there, or, as IQ1_M, a scale whose bits are spread.

@@ -16,7 +16,7 @@ from nanovllm.formats.int4.method import Int4LinearMethod
 from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.method import ExpertsMethod
 from nanovllm.quantization.base import Kind, LinearMethod
-from nanovllm.quantization.unquantized import QuantConfig
+from nanovllm.quantization.config import QuantConfig
 
 _GROUPS = (32, 64, 128, -1)
 _ROUTERS = (r"\.gate$", r"\.shared_expert_gate$")  # AutoAWQ and GPTQModel leave them, and do not say so

@@ -22,7 +22,8 @@ from nanovllm.moe.kernels.reference import experts_reference
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ExpertsMethod, ExpertWeights
-from nanovllm.quantization.base import Normed, WeightOptions, WeightShard
+from nanovllm.quantization.base import Normed, WeightOptions
+from nanovllm.quantization.shards import WeightShard
 
 
 class PackedExpertsMethod(ExpertsMethod):

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from nanovllm.kernels.kinds import Kinds, unknown
-from nanovllm.quantization.base import WeightShard, WeightSource
+from nanovllm.quantization.shards import WeightShard, WeightSource
 
 Role = Literal["codes", "scales", "zeros", "order", "shape"]
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each of 8 neighbours in a word; elsewhere they are in order

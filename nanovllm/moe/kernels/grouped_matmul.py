@@ -329,7 +329,15 @@ def sum_experts_triton(products: torch.Tensor, chosen: Chosen) -> torch.Tensor:
     if num_rows:
         columns = min(_COLUMNS, next_power_of_2(n))
         _sum_kernel[(num_rows, -(-n // columns))](
-            products, *chosen, out, N=n, TOP_K=top_k, COLUMNS=columns, num_warps=4, **pdl_options(products)
+            products,
+            chosen.ids,
+            chosen.weights,
+            out,
+            N=n,
+            TOP_K=top_k,
+            COLUMNS=columns,
+            num_warps=4,
+            **pdl_options(products),
         )
     return out
 

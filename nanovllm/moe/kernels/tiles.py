@@ -188,7 +188,7 @@ def group_triton(
     alone = length > 0
     pairs = min(_PAIRS, length) if alone else _PAIRS
     places = None if alone else counts.new_empty(parts + 1, padded)
-    options = {"num_warps": 8 if pairs > 1024 else 4, **pdl_options(counts)}
+    warps = 8 if pairs > 1024 else 4
     _grouping_kernel[(num_experts,)](
         chosen.ids,
         counts,
@@ -205,7 +205,8 @@ def group_triton(
         PAIRS=pairs,
         TILES=_TILES,
         COUNTS=_COUNTS,
-        **options,
+        num_warps=warps,
+        **pdl_options(counts),
     )
     if places is not None:
         together = max(1, pairs // (rows * top_k))
@@ -220,7 +221,8 @@ def group_triton(
             ROWS=rows,
             PARTS=together,
             PAIRS=pairs,
-            **options,
+            num_warps=warps,
+            **pdl_options(counts),
         )
 
 

@@ -16,11 +16,11 @@ from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+from nanovllm.answers import RequestOutput
 from nanovllm.config import Config
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import WorkerError
 from nanovllm.lifecycle import held_interrupts
-from nanovllm.outputs import RequestOutput
 from nanovllm.parallel.replicas.process import ReplicaProcess
 from nanovllm.parallel.replicas.replica import (
     Call,

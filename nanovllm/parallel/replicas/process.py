@@ -16,8 +16,8 @@ from signal import SIGCONT
 from socket import SO_SNDTIMEO, SOL_SOCKET, socket
 from struct import pack
 
+from nanovllm.answers import RequestOutput
 from nanovllm.config import Config
-from nanovllm.outputs import RequestOutput
 from nanovllm.parallel.replicas.replica import Failure, Settings, replica_main
 from nanovllm.parallel.watch import KILLED_SECONDS, how_it_ended
 from nanovllm.parallel.worker import start_process

@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanovllm.answers import RequestOutput, changed, unlisted
 from nanovllm.config import Config
 from nanovllm.engine.startup import open_model
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
 from nanovllm.extras.logprobs import LogprobDicts
+from nanovllm.kv_group import Room
 from nanovllm.lifecycle import no_full_collections
-from nanovllm.outputs import RequestOutput, changed, unlisted
 from nanovllm.parallel.watch import Progress
 from nanovllm.parallel.worker import exit_with, leave
-from nanovllm.plan.room import Room
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.residency.core import ResidentCore
 from nanovllm.residency.shared_tensors import SharedTensors
@@ -118,7 +118,8 @@ def unpack_output(output: RequestOutput, request: Request, processor: Processor)
         logprobs = unlisted(owner, name)
         if not isinstance(logprobs, tuple):
             return logprobs
-        return processor.extras.logprob_dicts(request.params, *logprobs)
+        columns, num_unknown, before = logprobs
+        return processor.extras.logprob_dicts(request.params, columns, num_unknown, before)
 
     completions = [changed(each, logprobs=unpacked(each, "logprobs")) for each in output.outputs]
     return changed(
@@ -194,7 +195,7 @@ class Replica(ResidentCore):
     def serve(self, link: _Link) -> None:
         """Process messages until None arrives."""
         while True:
-            while link.has_message() or not self.load.num_requests:
+            while link.has_message() or not self.num_requests:
                 message = link.receive()
                 if message is None:
                     return
@@ -207,9 +208,9 @@ class Replica(ResidentCore):
                 if message.has_reply:
                     link.send(Reply(value))
             with no_full_collections():
-                step = self.step()
-            packed = [_pack_output(output) for output in step.outputs]
-            link.send(Report(packed, step.stats, self._num_received, self.load.num_waiting))
+                outputs, stats = self.step()
+            packed = [_pack_output(output) for output in outputs]
+            link.send(Report(packed, stats, self._num_received, self.load.num_waiting))
 
     def run(self, call: Call) -> Any:
         """The answer to a call."""

@@ -11,18 +11,17 @@ from dataclasses import replace
 from time import perf_counter, time
 from typing import Any
 
+from nanovllm.answers import RequestMetrics, RequestOutput, changed
 from nanovllm.device import Device
-from nanovllm.engine.executor import Load, Stepped
 from nanovllm.engine.requests import refused_output
 from nanovllm.engine.startup import OpenedModel
-from nanovllm.engine.stats import StepStats
+from nanovllm.engine.stats import Load, StepStats
 from nanovllm.lifecycle import held_interrupts
-from nanovllm.models.weights import check_dense, named_pairs, named_tensor
-from nanovllm.outputs import RequestMetrics, RequestOutput, changed
 from nanovllm.parallel.replicas.pool import Pool
 from nanovllm.parallel.replicas.replica import Replica, unpack_output
 from nanovllm.residency.runner import TAGS, WEIGHTS, RankView
 from nanovllm.residency.shared_tensors import SharedMemoryBuffer, SharedTensors
+from nanovllm.residency.updates import check_dense, named_pairs, named_tensor
 from nanovllm.text.prompts import Request
 
 Update = tuple[SharedMemoryBuffer, SharedTensors]  # of one call of `update`, for replicas that restart
@@ -45,6 +44,7 @@ class Replicas:
         self._processor = model.processor
         self._requests: dict[str, tuple[Request, float]] = {}  # by id; when it came (perf_counter)
         self._last_stats: dict[int, StepStats] = {}  # by number of the replica
+        self._peak_usage = 0.0
         self._epoch = time() - perf_counter()  # converts perf_counter to seconds since 1970
         self.asleep: frozenset[str] = frozenset()
         self._drops_weights = False  # they sleep without a copy
@@ -64,7 +64,11 @@ class Replicas:
         last = list(self._last_stats.values())  # a copy, because another thread may add to it
         running, waiting = sum(each.num_running for each in last), sum(each.num_waiting for each in last)
         usage = sum(each.kv_cache_usage for each in last) / self._num_replicas
-        return Load(len(self._requests), running, waiting, usage)
+        return Load(len(self._requests), running, waiting, usage, self._peak_usage)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -74,27 +78,28 @@ class Replicas:
             self._requests[str(request.request_id)] = request, now
         self.pool.add(requests, deltas)
 
-    def step(self) -> Stepped:
+    def step(self) -> tuple[list[RequestOutput], StepStats | None]:
         """Return the results of the next step that a replica finishes; none if that takes longer than
         POLL_SECONDS."""
         arrival = self.pool.next_arrival() if self._requests else None
         if arrival is None:
-            return Stepped([], self.load.kv_cache_usage)
+            return [], None
         outputs = self._take_in(arrival.outputs)
         outputs += [self._given_up(request_id, why) for request_id, why in arrival.lost.items()]
-        stats = arrival.stats
-        if stats is None:
-            return Stepped(outputs, self.load.kv_cache_usage)
-        self._last_stats[arrival.replica] = stats
+        if arrival.stats is not None:
+            self._last_stats[arrival.replica] = arrival.stats
+            self._peak_usage = max(self._peak_usage, self.load.kv_cache_usage)
+        return outputs, arrival.stats
+
+    def share(self, stats: StepStats) -> StepStats:
         load = self.load
-        share = replace(
+        return replace(
             stats,
             seconds=stats.seconds / self._num_replicas,
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             kv_cache_usage=load.kv_cache_usage,
         )
-        return Stepped(outputs, load.kv_cache_usage, stats, share)
 
     def abort(self, request_id: str | int) -> tuple[RequestOutput | None, list[RequestOutput]]:
         request, _ = self._requests.get(str(request_id), (None, 0.0))

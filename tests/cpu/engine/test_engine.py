@@ -18,12 +18,13 @@ from tiny_models import VOCAB_SIZE, transformers_greedy, write_tiny_model
 from nanovllm import SamplingParams
 from nanovllm.attention import backends
 from nanovllm.batch import StepKind
+from nanovllm.cuda_graphs import capture
+from nanovllm.cuda_graphs.graphs import CUDAGraphs
 from nanovllm.device import Device
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
-from nanovllm.runner import model_runner, shared_prefixes
-from nanovllm.runner.cuda_graph import CUDAGraphs
-from nanovllm.runner.model_runner import GraphOutput
+from nanovllm.runner.batch_runner import GraphOutput
+from nanovllm.shared_prefixes import finder
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,7 @@ def replay_steps(llm: CheckedLLM) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "is_cuda", True)
         patch.setattr(type(inside.runner(llm).backend), "supports_cuda_graph", True)
-        patch.setattr(model_runner, "CUDAGraphs", Replayed)
+        patch.setattr(capture, "CUDAGraphs", Replayed)
         inside.runner(llm).capture_cudagraph()
 
 
@@ -183,7 +184,7 @@ def test_shared_prefixes_are_read_once(
     """Three prompts share 256 tokens, one shares nothing; the batch changes when a sequence ends. Gemma 3 has
     a layer with a window before the one that shares.
     """
-    monkeypatch.setattr(shared_prefixes, "MIN_SHARED_TOKENS", 256)
+    monkeypatch.setattr(finder, "MIN_SHARED_TOKENS", 256)
     settings: dict[str, Any] = {"num_hidden_layers": 1}
     if family == "gemma3":
         kinds = ["sliding_attention", "full_attention"]

@@ -20,7 +20,7 @@ from tiny_models import VOCAB_SIZE, edit_json, transformers_greedy
 from nanovllm import LLM, EngineClosedError, KVCacheMemoryError, SamplingParams
 from nanovllm.batch import Batch
 from nanovllm.errors import ModelLoadError
-from nanovllm.runner.inputs import StepHandle
+from nanovllm.runner.inputs import PendingOutput
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_full_collections_wait_for_generate(
     with make_tiny(model) as llm:
         launch = inside.runner(llm).launch
 
-        def recorded(batch: Batch) -> StepHandle:
+        def recorded(batch: Batch) -> PendingOutput:
             seen.append(gc.get_threshold()[2])
             if len(seen) == 3:
                 raise ZeroDivisionError

@@ -15,7 +15,6 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.device import Device
 from nanovllm.extras.structured_outputs import StructuredOutputsParams as Structured
-from nanovllm.runner import ranks
 from nanovllm.runner.model_runner import ModelRunner
 
 DEMO = demo_model_path()
@@ -76,7 +75,7 @@ def more_gpus(llm: LLM, folder: Path) -> object:
 def full_while_it_starts(llm: LLM, folder: Path) -> object:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "PAUSE_SECONDS", (0.0, 0.0))
+        patch.setattr("nanovllm.runner.start.PAUSE_SECONDS", (0.0, 0.0))
         patch.setattr(ModelRunner, "warmup_model", Mock(side_effect=error, __name__="warmup_model"))
         return LLM(DEMO, **SMALL)
 

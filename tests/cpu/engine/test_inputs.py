@@ -18,7 +18,6 @@ from nanovllm.batch import (
     PADDING,
     Batch,
     Column,
-    LogprobColumns,
     StepKind,
     StepOutput,
     StepSize,
@@ -26,17 +25,18 @@ from nanovllm.batch import (
     map_columns,
 )
 from nanovllm.device import Device
+from nanovllm.extras.columns import ExtraOutput, LogprobColumns
 from nanovllm.kernels.decode_attention import SharedUnit
 from nanovllm.parallel.halves import halves
 from nanovllm.runner.inputs import (
     ALIGN,
+    BatchInputs,
     Staging,
-    StepInputs,
     last_rows,
     prepare_decode,
     prepare_prefill,
 )
-from nanovllm.runner.shared_prefixes import no_shared_prefixes
+from nanovllm.shared_prefixes.finder import no_shared_prefixes
 
 BLOCK = 4
 UNIT = SharedUnit(3, 8)
@@ -83,13 +83,13 @@ def staging() -> Staging:
     return Staging(Device("cpu"), LARGEST)
 
 
-def columns(inputs: StepInputs[Any]) -> list[tuple[Column, Any]]:
+def columns(inputs: BatchInputs[Any]) -> list[tuple[Column, Any]]:
     found: list[tuple[Column, Any]] = []
     map_columns(inputs, lambda column, value: found.append((column, value)))
     return found
 
 
-def addresses(inputs: StepInputs[torch.Tensor]) -> list[tuple[int, torch.Size]]:
+def addresses(inputs: BatchInputs[torch.Tensor]) -> list[tuple[int, torch.Size]]:
     return [(tensor.data_ptr(), tensor.shape) for _, tensor in columns(inputs)]
 
 
@@ -118,7 +118,7 @@ def test_a_sequence_can_draw_several_tokens(batch: Batch, data: st.DataObject) -
     ends = np.cumsum(batch.query_lens).tolist()
     want = [row for end, drawn in zip(ends, draws, strict=True) for row in range(end - max(drawn, 1), end)]
     batch = replace(batch, draws=np.array(draws, np.int32))
-    assert last_rows(batch).tolist() == want
+    assert last_rows(batch.draws, batch.query_lens).tolist() == want
     inputs = prepare_prefill(batch, BLOCK)
     assert inputs.attention.wanted_rows.tolist() == want
     assert inputs.attention.wanted_rows.dtype == np.int32
@@ -255,11 +255,12 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
 def test_outputs_have_their_own_memory() -> None:
     """Sequences keep outputs; if these were pinned, every step would allocate more pinned memory."""
     shown = LogprobColumns(torch.rand(3, 6), torch.arange(18).view(3, 6), torch.arange(3))
-    given_tensors = StepOutput(torch.arange(3)[:, None], shown, shown, torch.rand(3, 8))
+    given_tensors = StepOutput(torch.arange(3)[:, None], ExtraOutput(shown, shown), torch.rand(3, 8))
     handle = staging().receive(given_tensors)
     output, fetched = handle.result(), handle.tensors
     assert output.token_ids[:, 0].tolist() == [0, 1, 2]
-    for found, tensors in ((output.logprobs, fetched.logprobs), (output.scores, fetched.scores)):
+    pairs = [(getattr(output.extras, each), getattr(fetched.extras, each)) for each in ("logprobs", "scores")]
+    for found, tensors in pairs:
         for name in ("values", "token_ids", "ranks"):
             tensor = getattr(tensors, name)
             array = getattr(found, name)

@@ -17,7 +17,6 @@ from nanovllm.config import Config
 from nanovllm.cpu import isa
 from nanovllm.device import SPARE_BYTES, Device
 from nanovllm.errors import KVCacheMemoryError
-from nanovllm.runner import ranks
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -144,7 +143,7 @@ def test_a_start_on_a_full_device_is_tried_again(
                 raise RuntimeError("the capture failed")
 
     monkeypatch.setattr(ModelRunner, "capture_cudagraph", full)
-    monkeypatch.setattr(ranks, "PAUSE_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("nanovllm.runner.start.PAUSE_SECONDS", (0.0, 0.0))
     if times == 2:
         with make_tiny(model) as llm:
             assert llm.generate([[5]], use_tqdm=False)

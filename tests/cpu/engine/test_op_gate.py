@@ -13,8 +13,8 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM
 from nanovllm.cpu import isa
+from nanovllm.cuda_graphs.graphs import Rehearsal
 from nanovllm.kernels.compat import INTERPRET
-from nanovllm.runner.cuda_graph import Rehearsal
 
 
 @pytest.mark.parametrize("name", op_gate.CPU)

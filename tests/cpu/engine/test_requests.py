@@ -19,7 +19,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.batch import NOT_FINITE, Batch
 from nanovllm.engine.requests import sequence_seed
 from nanovllm.jobs.params import make_params
-from nanovllm.runner.inputs import StepHandle
+from nanovllm.runner.inputs import PendingOutput
 from nanovllm.sampling_params import Default
 from nanovllm.text.prompts import parse_prompts
 
@@ -251,7 +251,7 @@ def test_a_request_of_several_sequences_is_one_output(model: Path, run_ahead: bo
         assert first.prompt_token_ids == [5] * 20 and len(second.outputs) == 1
         assert first.num_cached_tokens == 0 and llm.sequences[-1].num_cached_tokens is not None
         # A request with its seed alone gives the same completion, so the first completion is that of n=1.
-        [request] = inside.processor(llm).make_requests(parse_prompts([5] * 20)[0], [ENDING], ["p"], 0)
+        [request] = inside.processor(llm).make_requests(parse_prompts([5] * 20), [ENDING], 0)
         seeds = [sequence_seed(request, index, engine_seed=0) for index in range(3)]
         assert seeds[0] == 3 and len(set(seeds)) == 3
         for completion, seed in zip(first.outputs, seeds, strict=True):
@@ -346,7 +346,7 @@ def test_one_sequence_that_fails_is_named_in_the_output(model: Path, monkeypatch
         llm.add_request([5] * 20, LIKELIEST)
         launch = inside.runner(llm).launch
 
-        def failing(batch: Batch) -> StepHandle:
+        def failing(batch: Batch) -> PendingOutput:
             handle = launch(batch)
             handle.tensors.token_ids.numpy()[1] = NOT_FINITE
             return handle

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import tracemalloc
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,10 @@ from checked_llm import BLOCK, CheckedLLM
 from test_texts import TOKENIZERS, model_for
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from nanovllm.text import prompts as reader
+from nanovllm.engine.requests import Requests
+from nanovllm.streams import reader
+from nanovllm.text.processor import Processor
+from nanovllm.text.prompts import parse_prompts
 
 TOKENIZER = TOKENIZERS["byte_level"]
 VOCAB = len(TOKENIZER)
@@ -156,9 +160,29 @@ def test_a_million_prompts_are_read_in_bounded_memory() -> None:
     )
     num_read, first, held = 0, 0, 0
     while not prompts.ended:
-        batch = prompts.read(most)
-        assert batch.first_index == num_read and len(batch.prompts) <= most
-        num_read += len(batch.prompts)
+        first_index, read, _ = prompts.read(most)
+        assert first_index == num_read and len(read) <= most
+        num_read += len(read)
         first = first or sys.getallocatedblocks()
         held = max(held, sys.getallocatedblocks() - first)
     assert num_read == count and held < READ_BLOCKS, held
+
+
+def test_a_prompt_is_kept_once() -> None:
+    """Its ids are those of the request, however many sequences continue it."""
+    processor = Processor(None, VOCAB, [])
+    params = SamplingParams(n=3, max_tokens=2)
+    [request] = processor.make_requests(parse_prompts([5] * 1_000_000), [params], 0)
+    requests = Requests(processor, 0)
+    tracemalloc.start()
+    try:
+        sequences = requests.make_sequences(request)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+    assert all(seq.prompt_ids is request.prompt_token_ids for seq in sequences)
+    for seq in sequences:
+        seq.append(7)
+        assert seq.token_bytes(999_998, 1_000_001) == array("i", [5, 5, 7]).tobytes()
+        assert seq.num_tokens == 1_000_001 and seq.token_ids[-2:].tolist() == [5, 7]
+    assert len(request.prompt_token_ids) == 1_000_000

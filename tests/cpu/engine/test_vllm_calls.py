@@ -14,7 +14,6 @@ from rank_functions import cannot_return, fails, num_weights, place
 
 from nanovllm import (
     LLM,
-    CompletionOutput,
     EngineArgs,
     Histogram,
     PoolingParams,
@@ -288,10 +287,10 @@ def test_metrics_of_requests_that_run_or_are_aborted(model: Path) -> None:
 
 def test_many_values_and_edges_of_buckets() -> None:
     times = RequestTimes()
-    completion = CompletionOutput(0, "", [1] * 5, finish_reason="stop")
     moments = RequestMetrics(0.0, 0.3, 0.5, 4.5, 4.5, 0.3)
-    one = RequestOutput("0", None, [5] * 10, None, [completion], metrics=moments)
-    times.add([one] * 10_000)
+    noted = ("0", True, moments, 10, [(0, "stop", 5)])
+    for _ in range(10_000):
+        times.count(noted)
     got = {each.name: each for each in times.metrics({}, 50) if isinstance(each, Histogram)}
     assert [*got["vllm:request_prompt_tokens"].buckets.items()] == [
         *(("1.0", 0), ("2.0", 0), ("5.0", 0), ("10.0", 10_000), ("20.0", 10_000), ("50.0", 10_000)),

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from jobs import FakeLLM, files, read_rows, rows_of, run, watched, write_rows
 
+from nanovllm.jobs.side_files import new_file
 from nanovllm.report import write_report
-from nanovllm.side_files import new_file
 
 NAMES = {  # that a job with every flag creates, from `-` to out.csv, with a report
     "out.csv.nanovllm.lock",

@@ -19,13 +19,9 @@ from op_gate import Setting, write_config
 from test_needs import GPU
 
 from nanovllm import LLM, SamplingParams, demo_model_path
-from nanovllm.attention.backends import (
-    ReferenceBackend,
-    TritonBackend,
-    resolve_block_size,
-    select,
-)
+from nanovllm.attention.backends import TritonBackend, resolve_block_size, select
 from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges, StepMetadata
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.config import Config
 from nanovllm.cpu import isa
 from nanovllm.device import CPU_KV_CACHE_BYTES, Device
@@ -42,7 +38,7 @@ from nanovllm.models.decoder import Attention, Build, RotaryEmbedding
 from nanovllm.models.registry import get_family, register_model
 from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import Normed, WeightOptions
-from nanovllm.quantization.unquantized import QuantConfig
+from nanovllm.quantization.config import QuantConfig
 
 CPU = Device("cpu")
 SPECS = (AttentionSpec(4, 2, 64),)

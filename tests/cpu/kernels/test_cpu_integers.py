@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tiny_models import write_tiny_model
 
 from nanovllm import SamplingParams
-from nanovllm.attention.backends import ReferenceBackend
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.cpu import isa
 from nanovllm.cpu.integers import IntegerExpertsMethod, StoredConfig
 from nanovllm.cpu.kernels.experts import int_experts

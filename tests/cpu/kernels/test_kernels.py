@@ -22,7 +22,7 @@ from nanovllm.kernels.copy_cells import copy_cells_reference, copy_cells_triton
 from nanovllm.kernels.decode_attention import CHUNK, SHARED_CHUNK, SharedUnit
 from nanovllm.kernels.prefill_attention import SHORT, WIDE, Tiles
 from nanovllm.kernels.sampling import sample, sample_reference
-from nanovllm.runner.shared_prefixes import SharedPrefixFinder, find_shared_prefixes
+from nanovllm.shared_prefixes.finder import SharedPrefixFinder, find_shared_prefixes
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases"),

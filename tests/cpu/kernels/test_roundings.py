@@ -29,7 +29,7 @@ from nanovllm.layers.stream import HeadsNorm
 from nanovllm.layers.weights import allocate
 from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import WeightOptions
-from nanovllm.quantization.unquantized import QuantConfig
+from nanovllm.quantization.config import QuantConfig
 
 EPS = 1e-6
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from nanovllm.plan.columns import SamplingTable
 
 from nanovllm.batch import map_columns
 from nanovllm.kernels.sampling import sample
-from nanovllm.plan.columns import SamplingTable
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -38,7 +40,7 @@ def test_the_likeliest_token_stays(
         assert 0 < temperature < TINY
         return
     table = SamplingTable(1)
-    seq = Sequence(0, [5], params, seed)
+    seq = Sequence(0, array("i", [5]), params, seed)
     seq.slot = 0
     table.set(seq)
     columns = table.take(np.array([0]), np.zeros(1, np.int32))

@@ -128,12 +128,13 @@ def test_beside_all_others(model: Path, rows: dict[str, Any], check: Check, name
             assert llm.num_free_blocks == free
         if "tight" in name:
             assert sum(bool(seq.num_preemptions) for seq in llm.sequences) >= 5
-            assert any(seq.num_preemptions and seq.prompt_logprobs for seq in llm.sequences)
+            asking = [seq for seq in llm.sequences if seq.extras is not None]
+            assert any(seq.num_preemptions and seq.extras.prompt_logprobs for seq in asking)
             preempted = [vars(seq.params) for seq in llm.sequences if seq.num_preemptions]
             assert any(own[name] != each.neutral for own in preempted for name, each in PENALTIES.items())
             assert any(not batch.draws.all() for batch in llm.batches), "no prompt went in chunks"
         elif name == "ahead":
-            assert max(seq.num_cached_tokens for seq in llm.sequences if seq.next_wanted is None) >= 2 * BLOCK
+            assert max(seq.num_cached_tokens for seq in llm.sequences) >= 2 * BLOCK
 
 
 @pytest.mark.parametrize(("mode", "size"), [*((mode, 1) for mode in MODES), (MODES[0], 2), (MODES[3], 2)])
@@ -230,10 +231,14 @@ def test_a_request_keeps_no_more_logprobs_than_its_own(model: Path) -> None:
     for seq, each in zip(sequences, asked, strict=True):
         width = 1 + (VOCAB if each == -1 else each or 0)
         count = asked.count(each)
-        assert [len(seq.logprobs), len(seq.prompt_logprobs)] == ([0, 0] if each is None else [TOKENS, 1])
-        assert all(columns.values.shape == (count, width) for columns, _ in seq.logprobs)
-        assert all(columns.token_ids.base is None for columns, _ in seq.logprobs), "a view keeps all of it"
-        assert all(columns.values.shape == (2, width) for columns in seq.prompt_logprobs)
+        assert (seq.extras is None) == (each is None)
+        if each is None:
+            continue
+        own, prompt = [columns for columns, _ in seq.extras.logprobs], seq.extras.prompt_logprobs
+        assert [len(own), len(prompt)] == [TOKENS, 1]
+        assert all(columns.values.shape == (count, width) for columns in own)
+        assert all(columns.token_ids.base is None for columns in own), "a view keeps all of it"
+        assert all(columns.values.shape == (2, width) for columns in prompt)
     for output, each in zip(outputs, asked, strict=True):
         if each is not None:
             count = VOCAB if each == -1 else each

@@ -50,7 +50,7 @@ from nanovllm.moe.kernels.gemv import expert_gemv_triton
 from nanovllm.moe.kernels.grouped_matmul import choose_experts, experts_triton
 from nanovllm.moe.kernels.reference import experts_reference
 from nanovllm.moe.kernels.tiles import Chosen, ExpertMLP, tiles_reference
-from nanovllm.quantization.base import WeightShard
+from nanovllm.quantization.shards import WeightShard
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -339,6 +339,6 @@ def test_a_new_kind_of_weight_is_refused() -> None:
 
 def test_a_new_kind_of_step_is_refused() -> None:
     batch = replace(EMPTY_BATCH, kind=cast(Any, "new"))
-    runner: Any = SimpleNamespace(layout=SimpleNamespace(numbered=lambda batch, page: batch))
+    runner: Any = SimpleNamespace(layout=SimpleNamespace(own_numbers=False))
     runner.kv_cache = torch.empty(0, 0, 16)
     refused(lambda: ModelRunner.launch(runner, batch))

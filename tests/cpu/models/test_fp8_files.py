@@ -23,8 +23,9 @@ from nanovllm.formats.fp8.loading import Stored, quantise_weight
 from nanovllm.formats.fp8.method import Fp8LinearMethod
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.registry import load_model_config
-from nanovllm.models.weights import WeightChecker, check_weights, load_weights
+from nanovllm.models.weights import check_weights, load_weights
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
+from nanovllm.residency.updates import UpdateChecker
 from tools.write_fp8 import write_fp8
 
 DENSE = UnquantizedLinearMethod.__name__, PackedLinearMethod.__name__
@@ -294,7 +295,7 @@ def test_scales_that_an_update_may_not_have(written: dict[str, Path], break_: An
     tensors = tensors_of(written["channel"])
     name = f"{DOWN}.weight_scale"
     break_(tensors, name)
-    checker = WeightChecker(build(written["channel"]))
+    checker = UpdateChecker(build(written["channel"]))
     with pytest.raises(ValueError, match=f"{name} has .*, which must be finite and above 0"):
         list(checker.accept(tensors.items()))
 

@@ -21,8 +21,8 @@ from nanovllm.batch import PADDING
 from nanovllm.cpu import isa
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.models.registry import load_model_config
-from nanovllm.plan.pool import BlockPool
 from nanovllm.runner.memory import CacheLayout, attach
+from nanovllm.windows.blocks import SlabPool
 from nanovllm.windows.layout import TwoGroups
 
 KINDS = ("gemma4", "gemma4-small")
@@ -132,7 +132,7 @@ def test_blocks_lie_in_their_slabs(specs: list[AttentionSpec], heads_first: bool
     cache = torch.full(layout.shape(slabs, page), -1.0)
     layers = [Layer(spec) for spec in specs]
     attach(layers, cache, layout, heads_first)  # type: ignore[arg-type]
-    pool: BlockPool[Any] = BlockPool(slabs, [each.per_slab for each in layout.groups], lambda _: None)
+    pool = SlabPool(slabs, [each.per_slab for each in layout.groups], lambda _: None)
     for group in {*layout.group_of}:
         number = pool.offsets[group]
         names = np.arange(pool.offsets[group + 1] - number, dtype=np.int32)

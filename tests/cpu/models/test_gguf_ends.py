@@ -11,10 +11,9 @@ import pytest
 from test_gguf_tokenizer import ALPHABET, write_tokens
 
 from nanovllm.config import Config
-from nanovllm.engine.startup import make_processor
+from nanovllm.engine.startup import load_tokenizer, make_processor
 from nanovllm.models.registry import open_checkpoint
 from nanovllm.text.processor import Processor
-from nanovllm.text.tokenizer import load_tokenizer
 from tools.write_gguf import CONTROL, NORMAL, USER_DEFINED
 
 CHATML = (

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from nanovllm import ModelLoadError, demo_model_path
+from nanovllm.engine.startup import load_tokenizer
 from nanovllm.models.registry import open_checkpoint
-from nanovllm.text.tokenizer import load_tokenizer
 from tools.write_gguf import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, write_gguf
 
 TEXTS = [

@@ -17,7 +17,7 @@ from test_models import PROMPT, forward, load
 from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 
 from nanovllm import SamplingParams
-from nanovllm.attention.backends import ReferenceBackend
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.formats.int4.kernels.layout import dequantise_reference
 from nanovllm.formats.int4.layouts import Int4Format, awq, gptq, pack_quantized
 from nanovllm.layers.weights import allocate

@@ -14,7 +14,7 @@ from test_models import PROMPT, forward, load
 from tiny_models import edit_json, write_tiny_model
 
 from nanovllm import ModelLoadError
-from nanovllm.attention.backends import ReferenceBackend
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.formats.compressed_tensors import CompressedTensorsConfig
 from nanovllm.formats.int4.configs import from_awq, from_gptq
 from nanovllm.formats.int4.kernels.layout import Int4Weight

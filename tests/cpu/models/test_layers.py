@@ -31,7 +31,8 @@ from nanovllm.parallel.halves import HalvedStream
 from nanovllm.parallel.kernels.all_reduce import EMPTY, TURNS
 from nanovllm.parallel.peer_memory import PeerMemory, PendingSum
 from nanovllm.quantization.base import Kind, LinearMethod, Normed, WeightOptions
-from nanovllm.quantization.unquantized import QuantConfig, UnquantizedLinearMethod
+from nanovllm.quantization.config import QuantConfig
+from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 
 Tensors = dict[tuple[str, str | None], torch.Tensor]
 OPTIONS = WeightOptions(torch.float32, torch.device("cpu"))

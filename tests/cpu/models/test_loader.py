@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 
-from nanovllm.attention.backends import ReferenceBackend
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.errors import ModelLoadError
 from nanovllm.layers.weights import allocate, finish_loading, weight_slots
 from nanovllm.models.decoder import DecoderForCausalLM

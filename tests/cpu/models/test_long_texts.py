@@ -27,7 +27,7 @@ from nanovllm.jobs.runner import PORTION_BYTES, WINDOW_BYTES, portions, reordere
 from nanovllm.jobs.sources import MAX_ROW_BYTES
 from nanovllm.jobs.tasks import Task
 from nanovllm.text import processor
-from nanovllm.text.tokenizer import ENCODED_BYTES, encode
+from nanovllm.text.processor import ENCODED_BYTES, encode
 
 SHORT = SamplingParams(temperature=0, max_tokens=2)
 HUGE = MAX_ROW_BYTES - 2**17

@@ -20,14 +20,14 @@ from safetensors.torch import load_file
 from tiny_models import edit_json, write_tiny_model
 
 from nanovllm import LLM, KVCacheMemoryError, ModelLoadError, SamplingParams
+from nanovllm.formats.json_files import MAX_DEPTH, MAX_JSON_BYTES, read_json
 from nanovllm.layers.stream import Group
 from nanovllm.models import registry, weights
-from nanovllm.models.checkpoint import MAX_DEPTH, MAX_JSON_BYTES, Checkpoint, read_json
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.registry import load_model_config, open_checkpoint
+from nanovllm.models.registry import Checkpoint, load_model_config, open_checkpoint
 from nanovllm.models.weights import check_weights
-from nanovllm.quantization.base import WeightSource
+from nanovllm.quantization.shards import WeightSource
 
 T = TypeVar("T")
 FOLDERS = 200

@@ -18,14 +18,15 @@ from tiny_models import (
     write_tiny_model,
 )
 
-from nanovllm.attention.backends import ReferenceBackend
 from nanovllm.attention.base import PrefillRanges, StepMetadata
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.cpu import isa
 from nanovllm.device import Device
 from nanovllm.engine.startup import resolve_max_model_len
+from nanovllm.formats.config_json.reading import NEUTRAL
 from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.weights import allocate
-from nanovllm.models.config import NEUTRAL, ModelFamily
+from nanovllm.models.config import ModelFamily
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import get_family, load_model_config, register_model, supported_architectures
 from nanovllm.models.weights import load_weights

@@ -15,10 +15,9 @@ from test_models import forward, load
 from tiny_models import FAMILIES, MORE_FAMILIES, edit_json, write_tiny_model
 
 from nanovllm import SamplingParams
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.hf_config import FULL, SLIDING
+from nanovllm.formats.config_json.spellings import MADE_FROM, NAMES
+from nanovllm.models.config import FULL, SLIDING, ModelConfig
 from nanovllm.models.registry import get_family, load_model_config
-from nanovllm.models.spellings import MADE_FROM, NAMES
 
 SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
 IDS = [(7 * i * i + 3 * i + 5) % 97 for i in range(60)]

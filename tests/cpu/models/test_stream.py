@@ -19,7 +19,7 @@ from threads import SECONDS, aborted_during, in_threads
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
 from nanovllm import LLM, EngineClosedError, RequestOutput, SamplingParams, demo_model_path
-from nanovllm.text import prompts as reader
+from nanovllm.streams import reader
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

@@ -17,7 +17,8 @@ from nanovllm import ModelLoadError
 from nanovllm.config import Config
 from nanovllm.engine.startup import open_model
 from nanovllm.models.registry import load_model_config
-from nanovllm.models.weights import WeightChecker, check_weights
+from nanovllm.models.weights import check_weights
+from nanovllm.residency.updates import UpdateChecker
 from tools.write_fp8 import write_fp8
 from tools.write_int4 import write_int4
 
@@ -38,7 +39,7 @@ def test_biases_of_zeros(tmp_path: Path) -> None:
     folder, usual = (write_int4(plain, tmp_path / name, "gptq", group=32) for name in ("odd", "usual"))
     edit_tensors(folder, zero_biases)
     check_same(folder, usual)
-    checker = WeightChecker(load(folder))
+    checker = UpdateChecker(load(folder))
     assert {name for name, _ in checker.accept(tensors_of(folder).items())} == set(tensors_of(usual))
     for value in (1e-30, torch.nan):
         edit_tensors(folder, lambda t, value=value: t[BIAS][5:6].fill_(value))

@@ -15,10 +15,9 @@ from test_models import PROMPT, forward, load
 from tiny_models import FAMILIES, MORE_FAMILIES, edit_json, write_tiny_model
 
 from nanovllm import ModelLoadError, demo_model_path
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.hf_config import FULL, SLIDING
+from nanovllm.engine.startup import load_tokenizer
+from nanovllm.models.config import FULL, SLIDING, ModelConfig
 from nanovllm.models.registry import load_model_config, open_checkpoint
-from nanovllm.text.tokenizer import load_tokenizer
 from tools import write_gguf as write_gguf_module
 from tools.write_fp8 import SCALES, write_fp8
 from tools.write_gguf import ARCHITECTURES, settings, write_gguf

@@ -314,7 +314,7 @@ def test_a_step_is_told_in_few_bytes(model: Path) -> None:
     with closing(Replica(0, config, Recorder())) as replica:  # type: ignore[arg-type]
         sent.clear()
         make = replica.requests.processor.make_requests
-        made = make([prompt] * rows, [params] * rows, ["it"] * rows, 0)
+        made = make([prompt] * rows, [params] * rows, 0)
         requests = [pack_request(each) for each in made if isinstance(each, Request)]
         replica.serve(Ended(requests))  # type: ignore[arg-type]
     steps = [each for each in sent if isinstance(each, Report) and each.stats.num_seqs == rows]

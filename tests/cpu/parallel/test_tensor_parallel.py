@@ -32,7 +32,7 @@ from nanovllm.parallel import channel, ranks
 from nanovllm.parallel.group import TPGroup
 from nanovllm.parallel.halves import OVERLAP_RANKS, OVERLAP_TOKENS, HalvedStream
 from nanovllm.parallel.worker import Member
-from nanovllm.runner import ranks as start
+from nanovllm.runner import start
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner
 

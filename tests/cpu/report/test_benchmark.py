@@ -27,7 +27,7 @@ from nanovllm.formats.mxfp4.method import Mxfp4Config
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.models.registry import load_model_config
 from nanovllm.moe.layers import MoESpec
-from nanovllm.quantization.unquantized import QuantConfig
+from nanovllm.quantization.config import QuantConfig
 from tools import measure_device
 from tools.benchmark import roofline
 from tools.benchmark.kernels import busy_time, costliest, group_replays, read_trace, replay_times

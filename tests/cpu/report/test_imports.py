@@ -49,7 +49,7 @@ def test_no_compiler_is_imported_with_all_kernels() -> None:
 
 
 def test_a_bar_is_imported_where_one_is_shown() -> None:
-    assert loaded_by("import nanovllm.engine.progress", "['tqdm']") == "[]"
+    assert loaded_by("import nanovllm.stats.progress", "['tqdm']") == "[]"
 
 
 def test_an_engine_of_token_ids_needs_no_tokenizers_and_no_bar() -> None:

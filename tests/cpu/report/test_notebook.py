@@ -76,9 +76,9 @@ def test_without_widgets_a_bar_is_one_line_of_text_and_no_warning(notebook: Note
         "os.environ.pop('TQDM_DISABLE', None)\n"
         "sys.modules['ipywidgets'] = None\n"
         "from nanovllm.batch import StepKind\n"
-        "from nanovllm.engine.progress import Progress\n"
+        "from nanovllm.engine.stats import progress_of\n"
         "from nanovllm.engine.stats import StepStats\n"
-        "with Progress(3, True) as progress:\n"
+        "with progress_of(3, True) as progress:\n"
         "    for _ in range(3):\n"
         "        time.sleep(0.15)\n"
         "        progress.update(StepStats(StepKind.PREFILL, 0, 0, 0, 0.15, 0, 0, 1, 0, 0, 0.0))",

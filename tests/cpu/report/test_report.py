@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import inside
 import numpy as np
 import pytest
 from checked_llm import CheckedLLM, make_tiny
@@ -29,7 +28,7 @@ from report_pages import (
 
 from nanovllm import SamplingParams
 from nanovllm.batch import StepKind
-from nanovllm.engine.stats import Counters, StepStats, attention_pairs
+from nanovllm.engine.stats import History, Load, StepStats, attention_pairs
 from nanovllm.report import charts, make_report, write_report
 from nanovllm.report.chart import STYLE, Axis, Chart, time_unit
 from nanovllm.report.gpu import GPUSample
@@ -269,10 +268,9 @@ def made(kind: StepKind, num_seqs: int, context: int, query: int = 1, seconds: f
 
 
 def recorded(steps: list[tuple[float, StepStats]]) -> EngineStats:
-    counters = Counters()
-    for when, step in steps:
-        counters.record(step, inside.origin(counters) + when)
-    return summary(counters, 0, 0, 0, 0.0)
+    history = History()
+    history.steps.add(steps)
+    return summary(history, Load(0, 0, 0, 0.0, 0.0))
 
 
 def test_a_line_is_broken_where_no_step_ran() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,7 +11,7 @@ from xml.etree import ElementTree
 import nbformat
 import pytest
 
-from tools.run_tutorial import NOTEBOOK, run_tutorial
+from tools.run_tutorial import NOTEBOOK, run_tutorial, settled
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +88,38 @@ def test_the_notebook_is_stored_with_its_outputs(ran: list[Any]) -> None:
 
 
 def _texts(cell: Any) -> list[str]:
-    """What a cell printed or returned. Of statistics, which have times, the requests; a stream in order."""
-    found = [each.get("text") or each.data["text/plain"] for each in cell.outputs]
+    """What a cell printed or returned, without bars. Of statistics, which have times, the requests; of a
+    stream its lines in order."""
+    found = [
+        each.get("text") or each.data["text/plain"]
+        for each in cell.outputs
+        if each.output_type != "display_data"
+    ]
     if "llm.stats()" in cell.source:
         return [line for text in found for line in text.splitlines() if "requests:" in line]
     return sorted(found[0].splitlines()) if "llm.stream" in cell.source else found
+
+
+def bars(cell: Any) -> list[str]:
+    return [each.data["text/plain"] for each in cell.outputs if each.output_type == "display_data"]
+
+
+def test_bars_survive_a_static_view(ran: list[Any]) -> None:
+    """They are plain text of one line, each at its end; no output needs a widget or a kernel."""
+    stored = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    for cells in (stored, ran):
+        [cell] = [cell for cell in cells if "outputs = llm.chat(conversations" in cell.source]
+        [bar] = bars(cell)
+        assert re.match(r"100%\|.*\| 60/60 \[", bar) and len(bar.splitlines()) == 1, bar
+        assert all(
+            "widget" not in kind for each in cells for out in each.outputs for kind in out.get("data", {})
+        )
+        assert all(out.get("name") != "stderr" for each in cells for out in each.outputs)
+
+
+def test_of_standard_error_bars_stay() -> None:
+    text = "a warning\n100%|####| 2/2 [2s]\n"
+    outputs = [nbformat.v4.new_output("stream", name="stderr", text=text)]
+    outputs += [nbformat.v4.new_output("stream", text="printed\n")]
+    bar, printed = settled(outputs)
+    assert bar.data == {"text/plain": "100%|####| 2/2 [2s]"} and printed.text == "printed\n"

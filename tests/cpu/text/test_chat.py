@@ -12,7 +12,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.chat.conversations import parse_conversations
-from nanovllm.errors import raise_first
+from nanovllm.checks import raise_first
 
 USER = {"role": "user", "content": "Hi"}
 SHOWN = "<|im_start|>user\nHi<|im_end|>\n"

@@ -29,12 +29,12 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from nanovllm import ModelLoadError
+from nanovllm.engine.startup import load_tokenizer
 from nanovllm.extras.least_tokens import LeastTokens
 from nanovllm.extras.stop_strings import text_stream
 from nanovllm.formats.tokenizer_json.bpe import QWEN2
 from nanovllm.models.registry import open_checkpoint
 from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.text.tokenizer import load_tokenizer
 
 CODE = [
     "    return x",

@@ -23,9 +23,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm.engine.startup import load_tokenizer
 from nanovllm.extras.stop_strings import text_stream
 from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.text.tokenizer import load_tokenizer
 
 REAL = {  # package and file
     "mistral_v1": ("mistral_common", "data/tokenizer.model.v1"),

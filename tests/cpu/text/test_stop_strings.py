@@ -180,7 +180,7 @@ def test_equal_lists_of_stop_strings_are_read_once() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     processor = Processor(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     params = [SamplingParams(stop=["lo", "the"], n=2).checked() for _ in range(3)]
-    made = processor.make_requests(parse_prompts(["x"] * 3)[0], params, ["p"] * 3, 0)
+    made = processor.make_requests(parse_prompts(["x"] * 3), params, 0)
     assert len({id(processor.stop_strings(request).search) for request in made}) == 1
 
 
@@ -230,7 +230,7 @@ def test_tokens_behind_the_match_in_one_step_are_dropped() -> None:
     requests = Requests(Processor(tokenizer, len(tokenizer), [tokenizer.eos_token_id]), seed=0)
     processor = inside.processor(requests)
     params = SamplingParams(stop="lo").checked()
-    [request] = processor.make_requests(parse_prompts("Say: ")[0], [params], ["p"], 0)
+    [request] = processor.make_requests(parse_prompts("Say: "), [params], 0)
     [seq] = requests.make_sequences(request)
     requests.add(request, [seq], 0.0)
     output = [*encode("byte_level", "Hello the"), tokenizer.eos_token_id]

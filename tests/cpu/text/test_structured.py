@@ -17,7 +17,7 @@ from test_texts import KINDS, TOKENIZERS
 from transformers import AutoTokenizer
 
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model_path
-from nanovllm.errors import raise_first
+from nanovllm.checks import raise_first
 from nanovllm.extras import texts as texts_module
 from nanovllm.extras.structured import CACHE_SIZE, COPIES, ORIGINALS, Constraint, GrammarCompiler
 from nanovllm.extras.token_rules import RuledRow, make_rules, restrict_all
@@ -31,8 +31,8 @@ PROCESSOR = Processor(TOKENIZER, V, [EOS])
 
 
 def requests(params: Sequence[SamplingParams], processor: Processor = PROCESSOR) -> list[Request]:
-    prompts, where = parse_prompts([[5]] * len(params))
-    made = processor.make_requests(prompts, parse_sampling_params(list(params), len(params)), where, 0)
+    prompts = parse_prompts([[5]] * len(params))
+    made = processor.make_requests(prompts, parse_sampling_params(list(params), len(params)), 0)
     raise_first(made)
     return made
 

@@ -25,7 +25,7 @@ from nanovllm.chat.templates import (
     TemplateProcess,
     plain,
 )
-from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.engine.startup import load_tokenizer
 
 SHORT = SamplingParams(temperature=0, max_tokens=2)
 SECONDS = 0.2

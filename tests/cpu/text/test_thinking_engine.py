@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checked_llm import CheckedLLM
@@ -14,8 +15,9 @@ from test_texts import make_tokenizer, model_for
 from tokenizers import AddedToken
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.extras import planned
 from nanovllm.extras.structured_outputs import StructuredOutputsParams
-from nanovllm.plan.columns import SamplingTable
+from nanovllm.extras.token_rules import RuledRow, restrict_all
 
 TEMPLATE = """
 {%- for m in messages %}<|turn|>{{ m.role }}
@@ -241,23 +243,20 @@ def test_budgets_are_the_same_one_step_ahead_after_preemption_and_beside_other_r
 
 def test_a_budget_with_room_runs_as_plain_steps_do(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows need a mask only where the thinking is closed."""
-    asked: list[bool] = []
-    make = SamplingTable.take_extras
+    masked: list[int] = []  # places of tokens that are drawn with a mask
 
-    def take(table: SamplingTable, *values: Any) -> Any:
-        extras = make(table, *values)
-        asked.append(extras is not None)
-        return extras
+    def restrict(rows: list[RuledRow], bits: np.ndarray) -> None:
+        masked.extend(len(row.token_ids) for row in rows)
+        restrict_all(rows, bits)
 
-    monkeypatch.setattr(SamplingTable, "take_extras", take)
+    monkeypatch.setattr(planned, "restrict_all", restrict)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, thinking_token_budget=20)
     [out] = llm.generate(["Hello<think>\n"], params, use_tqdm=False)
     assert llm.tokenizer is not None
     end = llm.tokenizer.convert_tokens_to_ids("</think>")
     first = out.outputs[0].token_ids.index(end) - 1
     closed = len(llm.tokenizer(CLOSED, add_special_tokens=False)["input_ids"])
-    assert first == 20 and asked[:first] == [False] * first
-    assert asked[first : first + closed] == [True] * closed and not any(asked[first + closed :])
+    assert first == 20 and masked == [*range(20, 20 + closed)]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -1,0 +1,55 @@
+"""Which decode steps of a runner are captured as CUDA graphs, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from nanovllm.batch import EMPTY_BATCH
+from nanovllm.cuda_graphs.graphs import CUDAGraphs, Rehearsal, graph_sizes
+from nanovllm.cuda_graphs.prefill import PrefillGraphs, most_tokens
+from nanovllm.runner.batch_runner import GraphOutput, SharedRows
+from nanovllm.runner.inputs import prepare_decode
+from nanovllm.runner.model_runner import ModelRunner
+
+
+def capture(runner: ModelRunner, progress: bool) -> None:
+    """Capture decode steps for batch sizes that cover `max_num_seqs`, over the fixed input buffer."""
+    rehearsal = Rehearsal(runner.model.model)
+
+    def make(shared: SharedRows | None, drawn: bool, sizes: list[int], pool: object) -> CUDAGraphs:
+        step = partial(_make_step, runner, shared, drawn)
+        return CUDAGraphs(sizes, step, runner.device.torch, pool, rehearsal)
+
+    sizes = graph_sizes(runner.config.max_num_seqs)
+    runner.graphs[0, True] = first = make(None, True, sizes, None)
+    first.capture_all(progress and runner.tp.rank == 0)
+    # Captured on first use, and in fewer sizes: most workloads do not need them.
+    few = sizes[::-4][::-1]
+    runner.graphs[0, False] = make(None, False, sorted({*sizes[:3], *sizes[::-2]}), first.pool)
+    if runner.prefixes is not None:
+        for chunk, nothing in runner.prefixes.nothing.items():
+            for drawn in (True, False):
+                runner.graphs[chunk, drawn] = make(nothing, drawn, few, first.pool)
+    if prefill_share(runner):
+        groups = len(runner.layout.groups)
+        runner.prefills = PrefillGraphs(runner.model, runner.device, first.pool, runner.size.tokens, groups)
+
+
+def prefill_share(runner: ModelRunner) -> float:
+    """What the graphs of prefill steps take of the memory of the largest step's activations; 0: there are
+    none. Sums over several ranks are not captured, because NCCL keeps a graph alive and cannot be aborted."""
+    if runner.tp.size > 1 or runner.routed is not None or len(runner.model.model.layers) < 2:
+        return 0.0
+    return most_tokens(runner.model, runner.size.tokens) / runner.size.tokens
+
+
+def _make_step(
+    runner: ModelRunner, shared: SharedRows | None, drawn: bool, rows: int
+) -> Callable[[], GraphOutput]:
+    """A decode step of `rows` sequences over the fixed input buffer, to capture as a graph."""
+    batch = replace(EMPTY_BATCH, tables=EMPTY_BATCH.tables * len(runner.layout.groups))
+    arrays = prepare_decode(batch, runner.block_size, shared, runner.max_model_len)
+    inputs = runner.staging.send(arrays, replace(runner.size, tokens=rows, seqs=rows))()
+    return lambda: runner.graph_step(inputs, drawn)

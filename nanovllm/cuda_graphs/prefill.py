@@ -1,0 +1,225 @@
+"""Prefill steps in pieces: a CUDA graph for all that stands between two attentions, which are launched.
+
+Between attentions a step depends on nothing but its number of tokens, so a graph is captured for a number of
+tokens, and steps are padded to the next one. Attention depends on the lengths of all sequences.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.attention.backends import AttentionBackend
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec, StepMetadata
+from nanovllm.batch import NO_SLOT
+from nanovllm.device import Device
+from nanovllm.kernels.compat import in_graph, next_power_of_2
+from nanovllm.kernels.paged import KVCache
+from nanovllm.layers.stream import Step, Stream
+from nanovllm.models.decoder import Attention, DecoderForCausalLM
+
+# On H200s a layer takes the host 0.5 to 1 ms to launch, and a device 2 * weights * tokens / 600e12 s to run.
+# Above this product the device takes longer than three times the host.
+_WEIGHTS_TIMES_TOKENS = 5e11
+_STEPS = 3  # of a size run without a graph: its capture takes the host as long as about four steps
+_MOST_SIZES = 16  # that are captured; each takes some megabytes of the driver
+_FEWEST = 32  # tokens of the smallest size
+
+
+def most_tokens(model: DecoderForCausalLM, max_tokens: int) -> int:
+    """The most tokens of a step, at most `max_tokens`, that the host may launch more slowly than it runs."""
+    layers = model.model.layers
+    weights = sum(each.numel() for each in layers.parameters()) / len(layers)
+    return min(max_tokens, int(_WEIGHTS_TIMES_TOKENS / weights))
+
+
+def size_for(tokens: int, most: int) -> int:
+    """The number of tokens that a step of `tokens` is padded to: from 257 on an eighth more at most."""
+    step = max(_FEWEST, next_power_of_2(tokens) // 16)
+    return min(-(-tokens // step) * step, most)
+
+
+class _Memory:
+    """Memory that torch shall read as a tensor without owning it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        integers = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
+        kind = {"shape": tuple(x.shape), "typestr": integers[x.element_size()], "version": 3}
+        self.__cuda_array_interface__ = kind | {"data": (x.data_ptr(), False)}
+
+
+def _not_owned(x: torch.Tensor) -> torch.Tensor:
+    """x, contiguous, as a tensor that does not keep its memory: later graphs of the pool may use it again."""
+    assert x.is_contiguous()
+    return torch.as_tensor(_Memory(x), device=x.device).view(x.dtype)
+
+
+class _Piece(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    layer: Attention | None = None  # whose attention follows; None: the last layer does
+    q: torch.Tensor | None = None  # its queries, which the attention overwrites
+
+
+class _Pieces(NamedTuple):
+    pieces: list[_Piece]
+    stream: Stream  # before the last layer
+    layer_inputs: torch.Tensor | None
+
+
+class PrefillGraphs:
+    """Runs the prefill steps of one model on one GPU; it has all weights, and each layer attends once."""
+
+    def __init__(
+        self, model: DecoderForCausalLM, device: Device, pool: Any, max_tokens: int, groups: int
+    ) -> None:
+        """pool: the memory pool of all graphs, which never run at once. groups: how many `KVGroup`s."""
+        self.most = most_tokens(model, max_tokens)
+        self._model, self._device, self._pool = model, device, pool
+        first = model.model.layers[:-1]
+        self._layers = [each for each in first.modules() if isinstance(each, Attention)]
+        self._steps: Counter[int] = Counter()
+        self.captured: dict[int, _Pieces | None] = {}  # by size; None: there was no memory
+        ints = partial(torch.zeros, self.most, device=device.torch)
+        self._token_ids, self._positions = ints(dtype=torch.int64), ints(dtype=torch.int32)
+        self._slots = [ints(dtype=torch.int32) for _ in range(groups)]
+
+    def run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata
+    ) -> torch.Tensor | None:
+        """As the model; None if this step is not captured, or cannot be."""
+        tokens = len(token_ids)
+        if not 0 < tokens <= self.most or meta.halves is not None or meta.prefill is None:
+            return None
+        size = size_for(tokens, self.most)
+        slots = [meta.slot_mapping, *(other.slot_mapping for other in meta.others)]
+        mine, *others = (each[:size] for each in self._slots)
+        padded = replace(
+            meta,
+            slot_mapping=mine,
+            others=tuple(replace(a, slot_mapping=b) for a, b in zip(meta.others, others, strict=True)),
+        )
+        step = Step(self._positions[:size], padded)
+        pieces = self.captured.get(size) or self._capture_if_it_pays(size, step.positions, padded)
+        if pieces is None:
+            return None
+        _fill(self._token_ids[:size], token_ids, 0)
+        _fill(step.positions, positions, 0)
+        for static, given in zip((mine, *others), slots, strict=True):
+            _fill(static, given, NO_SLOT)
+        metas = [padded.of_group(group) for group in range(len(slots))]
+        for piece in pieces.pieces:
+            piece.graph.replay()
+            if piece.layer is not None and piece.q is not None:
+                piece.layer.attend_in_place(piece.q, metas[piece.layer.group])
+        step = step._replace(layer_inputs=pieces.layer_inputs)
+        return self._model.leave(pieces.stream, step, meta.wanted_rows)
+
+    def _capture_if_it_pays(self, size: int, positions: torch.Tensor, meta: StepMetadata) -> _Pieces | None:
+        self._steps[size] += 1
+        if size in self.captured or self._steps[size] <= _STEPS or len(self.captured) >= _MOST_SIZES:
+            return None
+        for slots in self._slots:
+            slots.fill_(NO_SLOT)
+        others = tuple(replace(other, copies=None) for other in meta.others)
+        meta = replace(meta, copies=None, others=others)  # copies are launched
+        context = copy_context()
+        context.run(in_graph.set, True)
+
+        def enter() -> tuple[Any, Step]:
+            return context.run(self._model.enter, self._token_ids[:size], positions, meta)
+
+        # This run compiles kernels and creates library handles, which a capture must not do.
+        self._device.reset_peak()
+        with self._cut(lambda layer, q: None):
+            enter()
+        need = self._device.peak_above_current()
+        self._device.empty_cache()
+        self.captured[size] = self._capture(enter) if self._device.memory()[0] > 2 * need else None
+        return self.captured[size]
+
+    def _capture(self, enter: Callable[[], tuple[Any, Step]]) -> _Pieces:
+        device = self._device.torch
+        self._device.synchronize()
+        pieces: list[_Piece] = []
+        graph = None
+
+        def begin() -> None:
+            nonlocal graph
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def end(layer: Attention | None = None, q: torch.Tensor | None = None) -> None:
+            nonlocal graph
+            ended, graph = graph, None
+            assert ended is not None
+            ended.capture_end()
+            pieces.append(_Piece(ended, layer, None if q is None else _not_owned(q)))
+
+        def cut(layer: Attention, q: torch.Tensor) -> None:
+            end(layer, q)
+            begin()
+
+        stream = torch.cuda.graph.default_capture_stream or torch.cuda.Stream(device)
+        with torch.cuda.stream(stream), self._cut(cut):
+            begin()
+            try:
+                x, step = enter()
+                assert isinstance(x, Stream), "one rank, whole"
+                end()
+            except BaseException:
+                if graph is not None:
+                    graph.capture_end()
+                raise
+            residual = None if x.residual is None else _not_owned(x.residual)
+            stream_out = replace(x, term=_not_owned(x.term), residual=residual)
+            inputs = None if step.layer_inputs is None else _not_owned(step.layer_inputs)
+        self._device.synchronize()
+        return _Pieces(pieces, stream_out, inputs)
+
+    @contextmanager
+    def _cut(self, at: Callable[[Attention, torch.Tensor], None]) -> Iterator[None]:
+        """In this context the layers call `at` with their queries, and take them for what was attended."""
+        backends = [layer.backend for layer in self._layers]
+        for layer in self._layers:
+            layer.backend = _Cut(partial(at, layer))
+        try:
+            yield
+        finally:
+            for layer, backend in zip(self._layers, backends, strict=True):
+                layer.backend = backend
+
+
+class _Cut(AttentionBackend):
+    """In place of a backend: a piece ends where it is called."""
+
+    def __init__(self, at: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._at = at
+
+    @classmethod
+    def unavailable(cls, device: Device, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+        return None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        q = q.contiguous()
+        self._at(q)
+        return q
+
+
+def _fill(static: torch.Tensor, given: torch.Tensor, neutral: int) -> None:
+    static[: len(given)].copy_(given)
+    static[len(given) :].fill_(neutral)

@@ -1,0 +1,328 @@
+"""SequenceExtras: what a sequence asks for besides tokens, and what it has got. From the sequences of a
+planned step come its `BatchExtras` and `TokenMasks`; its `ExtraOutput` goes back to them.
+
+Computes no logits; `extras/ending.py` does. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nanovllm.batch import PADDING, PENALTIES, Batch, StepOutput
+from nanovllm.extras.columns import (
+    NO_LOGPROBS,
+    BatchExtras,
+    ExtraOutput,
+    LogitBias,
+    Penalties,
+    ScoredTokens,
+    TokenLogprobs,
+    TokenMasks,
+    WantedTokens,
+)
+from nanovllm.extras.token_rules import Grammar, Rule, RuledRow, make_rules, only_budget, restrict_all
+from nanovllm.plan.sequence import Sequence
+from nanovllm.reasoning.budget import ThinkingBudget
+from nanovllm.text.prompts import Request
+
+_NO_TOKENS = np.empty(0, np.int64)
+_NEUTRAL = tuple([column.neutral for column in PENALTIES.values()])
+Ended = list[tuple[Sequence, str]]  # sequences that end with a step without a token, and why
+
+
+@dataclass(slots=True, eq=False)
+class SequenceExtras:
+    """What one sequence asks for besides tokens, and what it has got."""
+
+    prompt_ids: array[int]  # the whole prompt, with a last token that is only scored
+    rules: list[Rule]  # on the next token
+    has_rules: bool  # whether the next token depends on previous tokens, by rules or by logits processors
+    sleeper: ThinkingBudget | None  # its only rule, if that says where it acts; then `has_rules` changes
+    next_wanted: int | None  # the next prompt position whose hidden state is needed, if any
+    pooling: str | None  # of these hidden states, as in `Request`; None: they score tokens
+    penalties: tuple[float, ...] | None  # in the order of `PENALTIES`
+    bias: tuple[np.ndarray, np.ndarray] | None  # token ids and biases
+    num_logprobs: int  # likeliest tokens of each drawn one, or NO_LOGPROBS
+    asked_ids: list[int]  # the tokens of `logprob_token_ids`
+    wakes: int = 0  # the place in the output from which the sleeper must be asked
+    counted: int | None = None  # the sequence's preemptions when penalties last counted its tokens
+    logprobs: list[tuple[TokenLogprobs, int]] = field(default_factory=list)  # one row for each output token
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # in parts, in order
+    pooled: np.ndarray | None = None  # [hidden_size] float32, the sum so far
+    routed: list[tuple[int, np.ndarray]] = field(default_factory=list)  # experts from a position on, in parts
+
+    @classmethod
+    def of(cls, request: Request, index: int, eos_token_ids: Iterable[int]) -> SequenceExtras:
+        """What completion `index` asks for. eos_token_ids: the model's."""
+        params = request.params
+        rules = make_rules(request, eos_token_ids)
+        penalties = tuple([getattr(params, name) for name in PENALTIES])
+        num_logprobs = NO_LOGPROBS if params.logprobs is None else num_likeliest(params.logprobs)
+        bias = None
+        if params.logit_bias:
+            token_ids, values = params.logit_bias.keys(), params.logit_bias.values()
+            bias = np.array([*token_ids], np.int64), np.array([*values], np.float32)
+        return cls(
+            prompt_ids=request.prompt_token_ids,
+            rules=rules,
+            has_rules=bool(rules or params.logits_processors),
+            sleeper=None if params.logits_processors else only_budget(rules),
+            next_wanted=request.next_wanted if index == 0 else None,
+            pooling=request.pooling,
+            penalties=None if penalties == _NEUTRAL else penalties,
+            bias=bias,
+            num_logprobs=0 if params.logprob_token_ids else num_logprobs,
+            asked_ids=list(params.logprob_token_ids or ()),
+        )
+
+    def look(self, seq: Sequence) -> None:
+        """Ask the sleeper whether it may act on the token that is drawn next."""
+        place = seq.num_computed_tokens - seq.num_prompt_tokens  # with those of the planned step
+        if self.sleeper is not None and self.wakes <= place:
+            self.wakes = self.sleeper.wakes(seq.output_ids, 0)
+        self.has_rules = self.wakes <= place
+
+    def most_cached(self, most: int) -> int:
+        """Of the first `most` tokens, how many may come from the prefix cache: no hidden state is known."""
+        return most if self.next_wanted is None else min(most, self.next_wanted)
+
+    def routed_experts(self, num_tokens: int) -> np.ndarray | None:
+        """The experts [n, layers, top_k] of its first tokens, at most `num_tokens`; None if unknown."""
+        if not self.routed:
+            return None
+        end = max(start + len(part) for start, part in self.routed)
+        whole = np.zeros((end, *self.routed[0][1].shape[1:]), np.int16)
+        for start, part in self.routed:  # after a preemption tokens are computed again
+            whole[start : start + len(part)] = part
+        return whole[:num_tokens]
+
+
+# -- before a step ------------------------------------------------------------------------------------------
+
+Asking = list[tuple[int, Sequence, SequenceExtras]]  # rows of a step that ask for something
+
+
+def extras_of(seqs: list[Sequence], query_lens: np.ndarray, draws: np.ndarray) -> BatchExtras | None:
+    """What the sequences of a step being planned ask for; None if none asks. query_lens, draws: [S]."""
+    asking = [(row, seq, seq.extras) for row, seq in enumerate(seqs) if seq.extras is not None]
+    if not asking:
+        return None
+    drawn = [each for each in asking if draws[each[0]]]
+    for _, seq, extras in drawn:
+        if extras.sleeper is not None:
+            extras.look(seq)
+    penalties, bias = _penalties(asking, draws), _biases(drawn)
+    num_logprobs = max([extras.num_logprobs for _, _, extras in drawn], default=NO_LOGPROBS)
+    has_rules = any(extras.has_rules for _, _, extras in drawn)
+    scored, pooled = _prompt_tokens(asking, query_lens)
+    wanted = (None if scored is None else scored.wanted), pooled
+    return BatchExtras(
+        needs_logits=bool(penalties or bias or has_rules or num_logprobs != NO_LOGPROBS),
+        has_rules=has_rules,
+        places=tuple([each.places for each in wanted if each is not None]),
+        penalties=penalties,
+        bias=bias,
+        num_logprobs=num_logprobs,
+        asked_ids=_asked_ids(asking, len(seqs)),
+        scored=scored,
+        pooled=pooled,
+    )
+
+
+def _asked_ids(asking: Asking, num_rows: int) -> np.ndarray | None:
+    """The tokens of `logprob_token_ids` of each sequence."""
+    width = max([len(extras.asked_ids) for _, _, extras in asking])
+    if not width:
+        return None
+    padded = np.full((num_rows, width), PADDING, np.int64)
+    for row, _, extras in asking:
+        padded[row, : len(extras.asked_ids)] = extras.asked_ids
+    return padded
+
+
+def _penalties(asking: Asking, draws: np.ndarray) -> Penalties | None:
+    found = [(row, seq, extras) for row, seq, extras in asking if extras.penalties is not None]
+    if not found:
+        return None
+    columns = np.repeat(np.array(_NEUTRAL, np.float32)[:, None], len(draws), axis=1)
+    columns[:, [row for row, _, _ in found]] = np.array([extras.penalties for _, _, extras in found]).T
+    # Sequences whose first token since their admission is drawn by this step.
+    new = [each for each in found if draws[each[0]] and each[2].counted != each[1].num_preemptions]
+    for _, seq, extras in new:
+        extras.counted = seq.num_preemptions
+    ids = [np.array(seq.token_ids, np.int64) for _, seq, _ in new]
+    are_prompt = [np.arange(seq.num_known_tokens) < seq.num_prompt_tokens for _, seq, _ in new]
+    return Penalties(
+        columns[0],
+        columns[1],
+        columns[2],
+        history_slots=np.repeat(np.array([seq.slot for _, seq, _ in new], np.int64), [*map(len, ids)]),
+        history_ids=np.concatenate([_NO_TOKENS, *ids]),
+        history_is_prompt=np.concatenate([np.empty(0, bool), *are_prompt]),
+    )
+
+
+def _biases(drawn: Asking) -> LogitBias | None:
+    found = [(row, *extras.bias) for row, _, extras in drawn if extras.bias is not None]
+    if not found:
+        return None
+    return LogitBias(
+        np.repeat(np.array([row for row, _, _ in found], np.int64), [len(ids) for _, ids, _ in found]),
+        np.concatenate([ids for _, ids, _ in found]),
+        np.concatenate([values for _, _, values in found]),
+    )
+
+
+def _prompt_tokens(asking: Asking, query_lens: np.ndarray) -> tuple[ScoredTokens | None, WantedTokens | None]:
+    """The prompt tokens of a step to score, and those to pool.
+
+    Each token is returned once, even if its sequence is preempted and computed again.
+    """
+    ends, num_logprobs = query_lens.cumsum(), 0
+    scored: list[tuple[int, int, int, int]] = []  # (first place, count, row, first position)
+    pooled: list[tuple[int, int, int, int]] = []
+    targets: list[np.ndarray] = []
+    for row, seq, extras in asking:
+        if extras.next_wanted is None:
+            continue
+        end, is_scored = seq.num_computed_tokens, extras.pooling is None
+        first = max(extras.next_wanted, end - int(query_lens[row]))
+        last = len(extras.prompt_ids) - is_scored
+        count = min(end, last) - first
+        if count > 0:
+            (scored if is_scored else pooled).append((int(ends[row]) + first - end, count, row, first))
+        if count > 0 and is_scored:
+            targets.append(np.array(extras.prompt_ids[first + 1 : first + 1 + count], np.int64))
+        extras.next_wanted = None if end >= last else max(extras.next_wanted, end)
+        if is_scored:
+            num_logprobs = max(num_logprobs, num_likeliest(seq.params.prompt_logprobs or 0))
+    scores = None
+    if scored:
+        scores = ScoredTokens(_wanted(scored), np.concatenate(targets), num_logprobs)
+    return scores, _wanted(pooled) if pooled else None
+
+
+def _wanted(ranges: list[tuple[int, int, int, int]]) -> WantedTokens:
+    places = [np.arange(place, place + count, dtype=np.int32) for place, count, _, _ in ranges]
+    rows = np.array([row for _, _, row, _ in ranges], np.int64)
+    return WantedTokens(np.concatenate(places), np.repeat(rows, [count for _, count, _, _ in ranges]))
+
+
+def masks_of(batch: Batch, seqs: dict[int, Sequence], buffer: np.ndarray) -> TokenMasks:
+    """As `Scheduler.masks`. seqs: the unfinished sequences, by row."""
+    rows = [
+        (row, seq, seq.extras)
+        for row, seq in seqs.items()
+        if batch.draws[row] and seq.extras is not None and seq.extras.has_rules
+    ]
+    ruled = [(row, seq, extras.rules) for row, seq, extras in rows if extras.rules]
+    bits = buffer[: len(ruled)]
+    if ruled:
+        restrict_all(
+            [RuledRow(number, rules, seq.output_ids, 0) for number, (_, seq, rules) in enumerate(ruled)],
+            bits,
+        )
+    return TokenMasks(
+        np.array([row for row, _, _ in ruled], np.int64),
+        bits,
+        tuple(
+            (row, function, seq.prompt_ids[: seq.num_prompt_tokens].tolist(), seq.completion_token_ids)
+            for row, seq, _ in rows
+            for function in seq.params.logits_processors or ()
+        ),
+    )
+
+
+# -- after a step -------------------------------------------------------------------------------------------
+
+
+def keep(batch: Batch, output: StepOutput[np.ndarray], seqs: dict[int, Sequence]) -> Ended:
+    """Give a step's sequences, by row, what they asked for. Return those that end without a token: they need
+    none, or their scores or hidden states are not finite."""
+    asking = {row: seq for row, seq in seqs.items() if seq.extras is not None}
+    if output.routed is not None:
+        _keep_routed(batch, output.routed, asking)
+    ended: Ended = []
+    if output.extras is not None:
+        assert isinstance(batch.extras, BatchExtras)
+        ended = [(seq, "error") for seq in _keep_output(batch.extras, batch.draws, output, asking)]
+    return ended + [
+        (seq, "length")
+        for row, seq in asking.items()
+        if seq.max_tokens_total == seq.num_prompt_tokens == batch.context_lens[row]
+    ]
+
+
+def _keep_routed(batch: Batch, routed: np.ndarray, asking: dict[int, Sequence]) -> None:
+    ends = batch.query_lens.cumsum()
+    for row, seq in asking.items():
+        length, end = int(batch.query_lens[row]), int(ends[row])
+        start = int(batch.context_lens[row]) - length
+        seq.extras.routed.append((start, routed[end - length : end].copy()))
+
+
+def _keep_output(
+    extras: BatchExtras, draws: np.ndarray, output: StepOutput[np.ndarray], asking: dict[int, Sequence]
+) -> list[Sequence]:
+    """Give the sequences, by row, a step's outputs. Take those out and return them that are not finite."""
+    not_finite, found = [], output.extras
+    assert isinstance(found, ExtraOutput)
+    if found.logprobs is not None:
+        _keep_logprobs(extras, draws, found.logprobs, asking)
+    if found.scores is not None and extras.scored is not None:
+        for row in np.unique(extras.scored.wanted.rows).tolist():
+            if row in asking:
+                k = num_likeliest(asking[row].params.prompt_logprobs or 0)
+                scores = found.scores.take(extras.scored.wanted.rows == row, k)
+                asking[row].extras.prompt_logprobs.append(scores)
+                if np.isnan(scores.values[:, 0]).any():
+                    not_finite.append(asking.pop(row))
+    if output.pooled is not None and extras.pooled is not None:
+        for row in np.unique(extras.pooled.rows).tolist():
+            if row in asking:
+                sums, before = output.pooled[row], asking[row].extras.pooled
+                asking[row].extras.pooled = sums if before is None else before + sums
+                if not np.isfinite(sums).all():
+                    not_finite.append(asking.pop(row))
+    for seq in not_finite:
+        seq.extras.prompt_logprobs, seq.extras.pooled = [], None
+    return not_finite
+
+
+def _keep_logprobs(
+    extras: BatchExtras, draws: np.ndarray, logprobs: TokenLogprobs, asking: dict[int, Sequence]
+) -> None:
+    """Give the sequences, by row, the logprobs of a step's drawn tokens. A sequence keeps no more than it
+    asked for: a step's columns are as wide as its widest row."""
+    asked: dict[tuple[int, bool], list[int]] = {}
+    for row, seq in asking.items():
+        if draws[row] and (number := seq.params.num_logprobs) is not None:
+            asked.setdefault((num_likeliest(number), bool(seq.params.logprob_token_ids)), []).append(row)
+    ids = extras.asked_ids
+    for (k, by_id), rows in asked.items():
+        if by_id and ids is not None:
+            columns = logprobs.take_asked(np.array(rows), ids, k)
+        else:
+            width = 0 if ids is None else ids.shape[1]
+            columns = logprobs.take(np.array(rows), min(k, logprobs.values.shape[1] - 1 - width))
+        for place, row in enumerate(rows):
+            asking[row].extras.logprobs.append((columns, place))
+
+
+def num_likeliest(asked: int) -> int:
+    """The number of likeliest tokens that `logprobs` requests; for -1 the largest int32."""
+    return asked if asked >= 0 else 2**31 - 1
+
+
+def dead_end(sequences: Iterable[Sequence]) -> tuple[str, int] | None:
+    """Where the constraint of the first of these sequences allowed no token: llguidance's message, if any,
+    and the number of tokens before. None if there is no such place."""
+    for seq in sequences:
+        for rule in seq.extras.rules:
+            if isinstance(rule, Grammar) and rule.dead_end is not None:
+                return rule.dead_end, len(seq.completion_token_ids)
+    return None

@@ -1,0 +1,121 @@
+"""What families read in config.json in the same way. Every error names the key. Opens no file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.attention.rotary import RopeConfig
+from nanovllm.kernels.activation import Activation
+from nanovllm.models.config import FULL, SLIDING, HFConfig
+
+_SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def window_length(hf: HFConfig) -> int | None:
+    """The sliding window; a missing key means 4,096, null means none."""
+    return None if hf.raw.get("sliding_window", 4096) is None else hf.integer("sliding_window", 4096)
+
+
+def layer_kinds(hf: HFConfig, default: Callable[[int], bool]) -> list[str]:
+    """The kind of each layer: `layer_types` of config.json, or those that `default` says are sliding."""
+    count = hf.integer("num_hidden_layers")
+    kinds: list[str] = hf.get("layer_types") or [
+        SLIDING if default(layer) else FULL for layer in range(count)
+    ]
+    if len(kinds) != count:
+        raise ValueError(
+            f"config.json: layer_types names {len(kinds)} layers, and num_hidden_layers is {count}"
+        )
+    return kinds
+
+
+def number(hf: HFConfig, key: str, default: float = 1.0) -> float:
+    """A positive number."""
+    value = hf.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**31:
+        raise ValueError(f"config.json: {key} must be a positive number, not {value!r}")
+    return float(value)
+
+
+def eos_token_ids(hf: HFConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """All ids in either file; the family's default only if neither has any."""
+    stated: set[int] = set()
+    for source, value in (
+        ("config.json", hf.raw.get("eos_token_id")),
+        ("generation_config.json", generation.get("eos_token_id")),
+    ):
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is None:
+                continue
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                raise ValueError(f"{source}: eos_token_id must be token ids, not {value!r}")
+            stated.add(token_id)
+    if not stated and "eos_token_id" not in hf.raw and "eos_token_id" in hf.defaults:
+        default = hf.defaults["eos_token_id"]
+        stated.update(default if isinstance(default, list) else [default])
+    return tuple(sorted(stated))
+
+
+def activation(hf: HFConfig) -> Activation:
+    try:
+        return Activation.of(hf.get("hidden_act"))
+    except ValueError as error:
+        raise ValueError(f"config.json: hidden_act {error}") from None
+
+
+def dual_chunk(hf: HFConfig) -> int | None:
+    """The length up to which dual chunk attention (Qwen2.5-1M) equals full attention: one chunk, before the
+    scaling of logits and sparse attention begin. None without dual chunk attention."""
+    raw = hf.get("dual_chunk_attention_config")
+    if raw is None:
+        return None
+    if not isinstance(raw, dict):
+        raise ValueError(f"config.json: dual_chunk_attention_config must be an object, not {raw!r}")
+    config = HFConfig(raw, {"chunk_size": 8192, "local_size": 1024, "sparse_attention_threshold": 32768})
+    chunk, local = config.integer("chunk_size"), config.integer("local_size")
+    if chunk <= local:
+        raise ValueError(
+            f"config.json: dual_chunk_attention_config needs a chunk_size above its local_size {local}, "
+            f"not {chunk}"
+        )
+    limits = [chunk - local]
+    if config.get("original_max_position_embeddings"):
+        limits.append(config.integer("original_max_position_embeddings"))
+    if config.get("sparse_attention_enabled"):
+        limits.append(config.integer("sparse_attention_threshold"))
+    return min(limits)
+
+
+def rope_config(
+    params: Mapping[str, Any], positions: int, share: float | None, interleaved: bool
+) -> RopeConfig:
+    """params: of one kind of layer, as `one_form` gives them. positions: `max_position_embeddings`. share: of
+    a head's elements, unless `params` say it; None: only 1 is supported."""
+    stated = params.get("partial_rotary_factor", 1.0 if share is None else share)
+    if isinstance(stated, bool) or not isinstance(stated, (int, float)) or not 0 < stated <= 1:
+        raise ValueError(f"config.json: partial_rotary_factor must be above 0, at most 1, not {stated!r}")
+    if share is None and stated != 1.0:
+        raise ValueError(f"config.json: partial_rotary_factor {stated} is not supported; supported: 1.0")
+    try:
+        rope = RopeConfig.from_dict(params, 10000.0, positions)
+    except ValueError as error:
+        raise ValueError(f"config.json: {error}") from None
+    return replace(rope, rotary_share=float(stated), interleaved=interleaved)
+
+
+def fraction(hf: HFConfig, key: str) -> float:
+    value = hf.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise ValueError(f"config.json: {key} must be a number between 0 and 1, not {value!r}")
+    return float(value)
+
+
+def dtype(hf: HFConfig) -> str:
+    name = str(hf.get("dtype") or "float32").removeprefix("torch.")
+    if name not in _SUPPORTED_DTYPES:
+        raise ValueError(
+            f"config.json: dtype {name!r} is not supported; supported: {', '.join(_SUPPORTED_DTYPES)}"
+        )
+    return name

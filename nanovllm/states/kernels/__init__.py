@@ -1,0 +1,1 @@
+"""Kernels of layers with states, one operation a file, each with its twin in plain torch."""
