@@ -100,11 +100,8 @@ class CompletionOutput:
     routed_experts: with `return_routed_experts`, [tokens, layers, experts of a token] int16, the likeliest
     first, for each token of prompt and output but the last one, which is not computed; 0 in a layer without
     experts. In a stream with deltas only the last part has it.
-    reasoning: with `reasoning_parser`, the thinking, which `text` is without; "" if there is none.
-    tool_calls: with `tool_parser`, the calls that `text` is without, in OpenAI's form; `tool_call_errors` say
-    why parts of the text that begin like a call are none. In a stream with deltas only the last part has
-    them.
-    num_reasoning_tokens: with `reasoning_parser`, the tokens of the thinking and its marks.
+    reasoning, num_reasoning_tokens: with `reasoning_parser`, the thinking, and its tokens with marks.
+    tool_calls: with `tool_parser`, in OpenAI's form, in last parts only; tool_call_errors: why others failed.
     """
 
     index: int

@@ -100,9 +100,8 @@ class Config:
     num_threads: the threads of a CPU that this engine uses, shared by its ranks; None takes as many as torch
     uses, the physical cores that the process may use. It does nothing on a GPU.
     return_routed_experts: the outputs of a mixture of experts say which experts computed each token.
-    reasoning_parser: separates the thinking of answers from their text: "auto" (as the chat template shows)
-    or a family's name, such as "qwen3"; None: the text has all.
-    tool_parser: the same of tool calls, such as "hermes".
+    reasoning_parser: takes the thinking out of the text: "auto" (as the template shows) or a family's name.
+    tool_parser: takes tool calls out of the text: "auto" or a family's name, such as "hermes".
     """
 
     model: str

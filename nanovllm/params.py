@@ -73,11 +73,9 @@ class SamplingParams(FieldsOfOthers):
     allowed_token_ids: the only tokens that may be drawn; None: all.
     bad_words: strings that must not be generated. Each is tokenised with and without a leading space; the
         last token of either form never follows its other tokens. Other tokens may still write the same text.
-    structured_outputs: the required form of the text; None: any. With `reasoning_parser` of `LLM` the text
-        begins behind the thinking.
-    thinking_token_budget: the tokens that the answer may think, without its marks; then the end mark is
-        written and the answer follows. 0 closes the thinking at once; None and -1: no limit. Needs
-        `reasoning_parser`.
+    structured_outputs: the required form of the text; None: any.
+    thinking_token_budget: the tokens that the answer may think until its end mark is written; None, -1: all.
+        Needs `reasoning_parser` of `LLM`.
     """
 
     _call: ClassVar[str] = "SamplingParams"

@@ -181,9 +181,8 @@ def make_processor(config: Config, path: Path, model_config: ModelConfig) -> Pro
     """The processor with the model's tokenizer and its ends of answers. Errors as of `find_tokenizer`."""
     tokenizer, ends = find_tokenizer(config, path), model_config.eos_token_ids
     values = tokenizer, model_config.vocab_size, ends, config.max_logprobs
-    parsers = {name: getattr(config, name) for name in ("reasoning_parser", "tool_parser")}
-    is_parsed = any(each is not None for each in parsers.values())
-    processor = _TEXT["parsing"](*values, **parsers) if is_parsed else Processor(*values)
+    is_parsed = config.reasoning_parser is not None or config.tool_parser is not None
+    processor = _TEXT["parsing"](config, *values) if is_parsed else Processor(*values)
     if not open_checkpoint(path).states_ends:
         processor.add_written_end()
     return processor

@@ -41,13 +41,13 @@ class SequenceExtras:
     prompt_ids: array[int]  # the whole prompt, with a last token that is only scored
     rules: list[Rule]  # on the next token
     has_rules: bool  # whether the next token depends on previous tokens, by rules or by logits processors
-    sleeper: ThinkingBudget | None  # its only rule, if that says where it acts; then `has_rules` changes
     next_wanted: int | None  # the next prompt position whose hidden state is needed, if any
     pooling: str | None  # of these hidden states, as in `Request`; None: they score tokens
     penalties: tuple[float, ...] | None  # in the order of `PENALTIES`
     bias: tuple[np.ndarray, np.ndarray] | None  # token ids and biases
     num_logprobs: int  # likeliest tokens of each drawn one, or NO_LOGPROBS
     asked_ids: list[int]  # the tokens of `logprob_token_ids`
+    sleeper: ThinkingBudget | None = None  # its only rule, if that says where it acts: `has_rules` changes
     wakes: int = 0  # the place in the output from which the sleeper must be asked
     counted: int | None = None  # the sequence's preemptions when penalties last counted its tokens
     logprobs: list[tuple[TokenLogprobs, int]] = field(default_factory=list)  # one row for each output token

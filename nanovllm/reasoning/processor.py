@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from nanovllm.answers import CompletionOutput
+from nanovllm.answers import CompletionOutput, changed
 from nanovllm.checks import BadRow, attempt
+from nanovllm.config import Config
 from nanovllm.extras.stop_strings import StopSearch
 from nanovllm.reasoning.parsers import AnswerParsers, Asked, Parsed
 from nanovllm.reasoning.rules import thinking_rules
@@ -21,11 +21,10 @@ _CACHE_SIZE = 16  # lists of stop strings
 class ParsingProcessor(Processor):
     """Separates answers into thinking, text and tool calls."""
 
-    def __init__(self, *values: Any, reasoning_parser: str | None, tool_parser: str | None) -> None:
-        """values: of `Processor`. reasoning_parser, tool_parser: as of `AnswerParsers`. ValueError without a
-        tokenizer, too."""
+    def __init__(self, config: Config, *values: Any) -> None:
+        """values: of `Processor`. ValueError as of `AnswerParsers`, and without a tokenizer."""
         super().__init__(*values)
-        self._names = reasoning_parser, tool_parser
+        self._names = config.reasoning_parser, config.tool_parser
         self._searches = lru_cache(_CACHE_SIZE)(StopSearch)
         self._parsers: AnswerParsers | None = None
         self.reads_thinking = self.parsers.family is not None
@@ -69,11 +68,20 @@ class ParsingProcessor(Processor):
         kept = token_ids[: stop.num_tokens]
         return CompletionOutput(index, token_ids=kept, finish_reason="stop", stop_reason=stop.found, **said)
 
-    def _said(self, request: Request, index: int, token_ids: list[int]) -> Mapping[str, Any]:
+    def completion(
+        self, request: Request, index: int, token_ids: list[int], finish_reason: str, stop_token: int | None
+    ) -> CompletionOutput:
+        output = super().completion(request, index, token_ids, finish_reason, stop_token)
         if not request.params.detokenize:
-            return super()._said(request, index, token_ids)
+            return output
+        is_cut = finish_reason == "stop" and not request.params.include_stop_str_in_output
+        said = token_ids[:-1] if is_cut else token_ids
         asked = _asked(request)._replace(number=index)
-        return _fields(self.parsers.whole(self._detokenizer(request.params), asked, token_ids))
+        parsed = self.parsers.whole(self._detokenizer(request.params), asked, said)
+        return changed(output, **_fields(parsed))
+
+    def _text(self, request: Request, output_ids: list[int]) -> str:
+        return ""  # the parsers decode
 
 
 def _asked(request: Request) -> Asked:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -34,8 +34,6 @@ _OutputIds: TypeAlias = tuple[frozenset[int], tuple[tuple[int, ...], ...], Any]
 
 class Processor:
     """Converts between text and token ids; without a tokenizer there are only ids."""
-
-    reads_thinking = False  # whether it knows the marks of thinking
 
     def __init__(
         self,
@@ -139,12 +137,10 @@ class Processor:
         """Return completion `index` of the request. stop_token: the token that ended it, if any."""
         # A stop token is always in `token_ids`, but in the text only if requested.
         is_cut = finish_reason == "stop" and not request.params.include_stop_str_in_output
-        said = self._said(request, index, token_ids[:-1] if is_cut else token_ids)
+        text = self._text(request, token_ids[:-1] if is_cut else token_ids)
         is_eos = stop_token is None or self._is_eos(stop_token, request.params)
         stop_reason = None if is_eos else stop_token
-        return CompletionOutput(
-            index, token_ids=token_ids, finish_reason=finish_reason, stop_reason=stop_reason, **said
-        )
+        return CompletionOutput(index, text, token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
 
     def stopped_completion(
         self, request: Request, index: int, token_ids: list[int], stop: Any
@@ -262,11 +258,10 @@ class Processor:
             raise ValueError(f"{prompt.where} has no tokens: {prompt.text!r}")
         return pack_token_ids(ids, self.vocab_size, prompt.where)
 
-    def _said(self, request: Request, index: int, output_ids: list[int]) -> Mapping[str, Any]:
-        """The fields of completion `index` that its tokens say."""
+    def _text(self, request: Request, output_ids: list[int]) -> str:
         if self.tokenizer is None or not request.params.detokenize:
-            return {"text": ""}
-        return {"text": self._detokenizer(request.params).text(request.prompt_token_ids, output_ids)}
+            return ""
+        return self._detokenizer(request.params).text(request.prompt_token_ids, output_ids)
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer:
         """The detokenizer for these parameters and the current tokenizer."""

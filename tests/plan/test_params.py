@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nanovllm.plan.columns import SamplingTable
 from pydantic import BaseModel
 
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.extras.logits_processors import takes_prompt
 from nanovllm.extras.structured_outputs import StructuredOutputsParams
-from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.sequence import SamplingTable, Sequence
 from nanovllm.sampling_params import SamplingParams
 
 
