@@ -100,6 +100,8 @@ class CompletionOutput:
     routed_experts: with `return_routed_experts`, [tokens, layers, experts of a token] int16, the likeliest
     first, for each token of prompt and output but the last one, which is not computed; 0 in a layer without
     experts. In a stream with deltas only the last part has it.
+    reasoning, num_reasoning_tokens: with `reasoning_parser`, the thinking, and its tokens with marks.
+    tool_calls: with `tool_parser`, in OpenAI's form, in last parts only; tool_call_errors: why others failed.
     """
 
     index: int
@@ -110,6 +112,10 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     routed_experts: Any = field(default=None, repr=False, compare=False)  # a NumPy array
+    reasoning: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_errors: list[str] | None = None
+    num_reasoning_tokens: int = 0
     # what vLLM's has, and this engine never gives
     lora_request: ClassVar[None] = None
     sampling_mask: ClassVar[None] = None

@@ -100,6 +100,8 @@ class Config:
     num_threads: the threads of a CPU that this engine uses, shared by its ranks; None takes as many as torch
     uses, the physical cores that the process may use. It does nothing on a GPU.
     return_routed_experts: the outputs of a mixture of experts say which experts computed each token.
+    reasoning_parser: takes the thinking out of the text: "auto" (as the template shows) or a family's name.
+    tool_parser: takes tool calls out of the text: "auto" or a family's name, such as "hermes".
     """
 
     model: str
@@ -138,6 +140,8 @@ class Config:
     kv_cache_memory_bytes: int | None = None
     num_threads: int | None = None
     return_routed_experts: bool = False
+    reasoning_parser: str | None = None
+    tool_parser: str | None = None
 
     @classmethod
     def from_kwargs(cls, model: str | os.PathLike[str] | None, **kwargs: Any) -> Config:

@@ -140,6 +140,7 @@ RANKS = {"processes": "parallel.ranks:Ranks"}
 TEXT = {
     "match_files": "formats.tokenizer_json.match:match_files",  # makes a tokenizer give the ids of its files
     "templates": "chat.templates:TemplateProcess",  # applies chat templates
+    "parsing": "reasoning.processor:ParsingProcessor",  # a `Processor` that separates thinking and tool calls
     "written_end": "chat.ends:with_written_end",  # the token by which a template ends an answer
 }
 # What counts the entries of a `History`, when somebody asks.

@@ -22,6 +22,7 @@ _NUMBER_FIELDS = SAMPLING_PARAMETERS | PENALTIES
 _EXTRAS: Table[Any] = Table(EXTRAS)
 _EXTRA_FIELDS: dict[str, Any] = {  # with the values that ask for nothing
     **dict.fromkeys(("logprobs", "prompt_logprobs", "allowed_token_ids", "structured_outputs")),
+    "thinking_token_budget": None,
     **{"logit_bias": {}, "logits_processors": [], "logprob_token_ids": [], "bad_words": [], "min_tokens": 0},
 }
 _Params = TypeVar("_Params", bound="SamplingParams")
@@ -73,6 +74,8 @@ class SamplingParams(FieldsOfOthers):
     bad_words: strings that must not be generated. Each is tokenised with and without a leading space; the
         last token of either form never follows its other tokens. Other tokens may still write the same text.
     structured_outputs: the required form of the text; None: any.
+    thinking_token_budget: the tokens that the answer may think until its end mark is written; None, -1: all.
+        Needs `reasoning_parser` of `LLM`.
     """
 
     _call: ClassVar[str] = "SamplingParams"
@@ -101,6 +104,7 @@ class SamplingParams(FieldsOfOthers):
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     structured_outputs: Any = None  # StructuredOutputsParams
+    thinking_token_budget: int | None = None
 
     def __init__(self, *positional: object, **values: Any) -> None:
         names = self.__dataclass_fields__

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import inside
 import pytest
 import torch
+
+from nanovllm.answers import CompletionOutput
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 Run = Callable[[str], str]
@@ -31,7 +36,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_scripts_are_these_and_short() -> None:
     paths = sorted(EXAMPLES.iterdir())
-    names = ["chat", "job", "labels", "own_family", "several_gpus", "training_loop"]
+    names = ["chat", "job", "labels", "own_family", "several_gpus", "tools", "training_loop"]
     assert [path.name for path in paths if path.is_file()] == [f"{name}.py" for name in names]
     assert all(len(path.read_text().splitlines()) <= 50 for path in paths if path.is_file())
     readme = (EXAMPLES.parent / "README.md").read_text()
@@ -42,6 +47,31 @@ def test_chat(run: Run) -> None:
     text = run("chat")
     assert "Answer: 42\n" in text and "Answer: SLEVEL\n" in text
     assert text.endswith("67 63 59\n")
+
+
+class CallingLLM:
+    """Calls `add` in each answer until it has a result, and then says it; one conversation calls wrongly."""
+
+    def chat(self, conversations: Any, params: object, tools: Any) -> Any:
+        return [SimpleNamespace(outputs=[self._answer(each)]) for each in conversations]
+
+    def _answer(self, conversation: Any) -> CompletionOutput:
+        question, last = conversation[0]["content"], conversation[-1]
+        if last["role"] == "tool":
+            return CompletionOutput(0, f"It is {last['content']}.", [], reasoning="", tool_calls=[])
+        arguments = json.dumps({"a": int(question)} if question == "9" else {"a": int(question), "b": 1})
+        call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        return CompletionOutput(0, "", [], reasoning="hm", tool_calls=[call])
+
+
+def test_tools(run: Run) -> None:
+    assert "> What is 5 + 35?" in run("tools")
+    converse = runpy.run_path(str(EXAMPLES / "tools.py"))["converse"]
+    conversations = [[{"role": "user", "content": str(number)}] for number in (1, 2, 9)]
+    converse(CallingLLM(), conversations, None)
+    assert [each[-1]["content"] for each in conversations[:2]] == ["It is 2.", "It is 3."]
+    assert conversations[2][-1]["content"].startswith("It is TypeError: ")
+    assert [message["role"] for message in conversations[0]] == ["user", "assistant", "tool", "assistant"]
 
 
 def test_labels(run: Run) -> None:

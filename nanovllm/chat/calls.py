@@ -9,6 +9,7 @@ from typing import Any
 from nanovllm.answers import RequestOutput
 from nanovllm.chat.conversations import (
     Conversation,
+    Thinking,
     check_template_options,
     parse_conversations,
     render_conversations,
@@ -37,6 +38,8 @@ class ChatCalls(LLMEngine):
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of `{"role": ..., "content": ...}`, or a list of conversations.
@@ -46,7 +49,9 @@ class ChatCalls(LLMEngine):
         add_generation_prompt: end the prompt with the start of an assistant message.
         continue_final_message: continue the last message; needs `add_generation_prompt=False`.
         tools: JSON schemas, or functions with types and docstrings, for the template.
-        chat_template_kwargs: variables of the template, such as `{"enable_thinking": False}`.
+        chat_template_kwargs: variables of the template, such as `{"documents": [...]}`.
+        enable_thinking: True or False for models that can switch thinking, whatever their template calls it.
+        reasoning_effort: one of the words that the template knows, such as "low".
         others: vLLM's further arguments, with neutral values.
 
         ValueError or TypeError names the conversation and the message, or the argument, before anything runs.
@@ -62,6 +67,7 @@ class ChatCalls(LLMEngine):
             continue_final_message,
             tools,
             chat_template_kwargs,
+            Thinking(enable_thinking, reasoning_effort),
         )
         with no_full_collections():
             prompts = self._rendered(messages, on_error, options)

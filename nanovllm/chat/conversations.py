@@ -13,12 +13,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nanovllm.chat.message_forms import Forms
 from nanovllm.chat.templates import PLAIN, TemplateError, TemplateProcess, plain
 from nanovllm.checks import BadRow, attempt
 from nanovllm.inputs import show, to_list
+from nanovllm.reasoning.messages import fit_reasoning
+from nanovllm.reasoning.templates import thinking_variables
 from nanovllm.text.prompts import Prompt, check_text
 
 if TYPE_CHECKING:
@@ -128,6 +130,13 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 # -- chat templates -----------------------------------------------------------------------------------------
 
 
+class Thinking(NamedTuple):
+    """Thinking that a template shall turn on or off, and its effort; None leaves both to the template."""
+
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+
+
 def check_template_options(
     tokenizer: PreTrainedTokenizerBase | None,
     chat_template: str | os.PathLike[str] | None,
@@ -135,6 +144,7 @@ def check_template_options(
     continue_final_message: bool,
     tools: Sequence[Any] | None,
     chat_template_kwargs: Mapping[str, Any] | None,
+    thinking: Thinking = Thinking(),  # noqa: B008
 ) -> dict[str, Any]:
     """Return the arguments of `tokenizer.apply_chat_template`. ValueError or TypeError names the argument.
 
@@ -176,10 +186,29 @@ def check_template_options(
     all_tools = list(tools) if tools else None
     template = find_template(tokenizer, chat_template, all_tools)
     chosen = None if chat_template is None else template
+    variables = {**variables, **_switches(template, thinking, variables)}
     options = {"chat_template": chosen, "tools": all_tools, **flags}
     given = [*variables, "tools"] if all_tools else variables
     _warn_of_unused(template, tuple(name for name in given if name not in template))
     return options | dict(variables)
+
+
+def _switches(template: str, thinking: Thinking, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of a template for what is asked of thinking. ValueError if others are given for the
+    same."""
+    on, effort = thinking
+    if on is not None and not isinstance(on, bool):
+        raise TypeError(f"enable_thinking must be True, False or None, not {show(on)}")
+    if effort is not None and not isinstance(effort, str):
+        raise TypeError(f"reasoning_effort must be a word such as 'low', or None, not {show(effort)}")
+    found = thinking_variables(template, on, effort)
+    for name, value in found.items():
+        if name in given and given[name] != value:
+            raise ValueError(
+                f"chat_template_kwargs has {name}={show(given[name])}, and {name}={value!r} follows from "
+                f"enable_thinking={on} and reasoning_effort={effort!r}; pass one of them"
+            )
+    return found
 
 
 def find_template(
@@ -245,23 +274,59 @@ def render_conversations(
     An error stays in its place. If the template fails or is stopped, a ValueError replaces the conversation.
     A tokenizer with an `apply_chat_template` of its own applies it here: that is code, which is trusted.
     """
-    texts: list[Any] = list(conversations)
+    template, tools = _template_and_tools(tokenizer, options)
+    texts: list[Any] = [
+        attempt(_with_thinking, each, template, f"conversation {row}") if isinstance(each, list) else each
+        for row, each in enumerate(conversations)
+    ]
     good = [row for row, each in enumerate(texts) if not isinstance(each, Exception)]
     if type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base":
-        given = attempt(_plain_arguments, tokenizer, [conversations[row] for row in good], options)
+        given = attempt(_plain_arguments, tokenizer, [texts[row] for row in good], options)
         if isinstance(given, Exception):
             rendered: list[Any] = [given] * len(good)
         else:
-            template, special, plain_texts, applied = given
-            rendered = process.render(template, special, plain_texts, applied)
+            text, special, plain_texts, applied = given
+            rendered = process.render(text, special, plain_texts, applied)
     else:
         forms = Forms(partial(_applied, tokenizer, {**options, **PLAIN}))
-        rendered = [_apply(tokenizer, forms.fit(texts[row]), options) for row in good]
+        rendered = [_apply(tokenizer, forms, texts[row], options) for row in good]
     for row, text in zip(good, rendered, strict=True):
         texts[row] = text
     chosen = options.get("chat_template")
     name = f"of {tokenizer.name_or_path}" if chosen is None else "that was passed"
-    return [attempt(_as_prompt, text, f"conversation {row}", name) for row, text in enumerate(texts)]
+    where = (f"conversation {row}" for row in range(len(texts)))
+    return [attempt(_as_prompt, text, row, name, tools) for text, row in zip(texts, where, strict=True)]
+
+
+def _template_and_tools(
+    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> tuple[str, list[Any] | None]:
+    """The text of the template, "" if it is hidden in code; and the tools as JSON schemas, None if a function
+    has none."""
+    tools = attempt(_schemas, options.get("tools"))
+    known = None if isinstance(tools, Exception) else tools
+    given = options.get("chat_template")
+    text = given if given is not None else attempt(tokenizer.get_chat_template, None, known)
+    return text if isinstance(text, str) else "", known
+
+
+def _with_thinking(messages: list[dict[str, Any]], template: str, where: str) -> list[dict[str, Any]]:
+    try:
+        return fit_reasoning(messages, template)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}, {error}") from None
+
+
+def _schemas(tools: Sequence[Any] | None) -> list[Any] | None:
+    """The tools, functions as their schemas. ValueError for a function that has none."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    if tools is None:
+        return None
+    try:
+        return [get_json_schema(tool) if inspect.isroutine(tool) else tool for tool in tools]
+    except Exception as error:  # of transformers' own types
+        raise ValueError(f"tools: {type(error).__name__}: {error}") from error
 
 
 def _plain_arguments(
@@ -269,14 +334,7 @@ def _plain_arguments(
 ) -> tuple[str, Any, list[Any], dict[str, Any]]:
     """The arguments of `TemplateProcess.render`. ValueError for a function among the tools that has no
     schema."""
-    from transformers.utils.chat_template_utils import get_json_schema
-
-    tools = options.get("tools")
-    if tools is not None:
-        try:
-            tools = [get_json_schema(tool) if inspect.isroutine(tool) else tool for tool in tools]
-        except Exception as error:  # of transformers' own types
-            raise ValueError(f"tools: {type(error).__name__}: {error}") from error
+    tools = _schemas(options.get("tools"))
     template = tokenizer.get_chat_template(options.get("chat_template"), tools)
     rest = {name: value for name, value in options.items() if name not in ("tools", "chat_template")}
     special = plain(tokenizer.special_tokens_map)
@@ -287,15 +345,17 @@ def _applied(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], con
     return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, conversation: Any, options: Mapping[str, Any]) -> Any:
+def _apply(
+    tokenizer: PreTrainedTokenizerBase, forms: Forms, conversation: Any, options: Mapping[str, Any]
+) -> Any:
     try:
-        return _applied(tokenizer, options, conversation)
+        return _applied(tokenizer, options, forms.fit(conversation))
     except Exception as error:  # it may raise anything
         return TemplateError(f"{type(error).__name__}: {error}")
 
 
-def _as_prompt(text: Any, where: str, name: str) -> Prompt:
-    """The prompt of a rendered conversation. name: of the template, in errors."""
+def _as_prompt(text: Any, where: str, name: str, tools: Any) -> Prompt:
+    """The prompt of a rendered conversation. name: of the template, in errors. tools: as schemas."""
     if isinstance(text, TemplateError) and not text.was_stopped:
         raise ValueError(f"{where}: the chat template fails ({text})")
     if isinstance(text, TemplateError):
@@ -306,4 +366,4 @@ def _as_prompt(text: Any, where: str, name: str) -> Prompt:
     if isinstance(text, Exception):
         raise text
     check_text(text, where)
-    return Prompt(str(text), None, add_special_tokens=False, where=where)
+    return Prompt(str(text), None, add_special_tokens=False, tools=tools, where=where)

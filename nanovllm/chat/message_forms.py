@@ -50,14 +50,23 @@ class Forms:
         """render: the template, for a conversation that nobody continues. It may raise anything."""
         self._render = render
         self._chosen: dict[tuple[str, Form], Form] = {}
+        self._lost: set[tuple[str, Form]] = set()  # with tool calls that no form shows
 
     def fit(self, conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the conversation, each message in a form that the template takes: its own one if possible.
 
         Where no form is shown, contents stay as they are, except that parts become what the user's become,
-        and arguments are objects.
+        and arguments are objects. ValueError if no form shows the tool calls of a message that has nothing
+        else.
         """
-        return [self._fitted(message) for message in conversation]
+        fitted = [self._fitted(message) for message in conversation]
+        for index, message in enumerate(conversation):
+            if message.get("tool_calls") and (str(message["role"]), _form_of(message)) in self._lost:
+                raise ValueError(
+                    f"it writes no tool calls, and message {index} has nothing else; pass another "
+                    "chat_template, or write them into the content"
+                )
+        return fitted
 
     def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(message.get("content"), (str, list, type(None))):
@@ -88,12 +97,26 @@ class Forms:
                     best, most = form, sum(shown)
             if most:
                 return best
+        if given.arguments and given.content in ("none", "empty") and self._loses(role, given, forms):
+            self._lost.add((role, given))
         content = given.content
         if content in ("part", "parts"):
             content = "text" if role == "user" else self._form("user", Form(content, None)).content
         elif content == "none":
             content = "empty"
         return Form(content, given.arguments and "object")
+
+    def _loses(self, role: str, given: Form, forms: Sequence[Form]) -> bool:
+        """Whether the template writes such messages, but no call of them."""
+        plain = Form("text", None)
+        writes = any(self._is_shown(trial, plain, _WORDS) for trial in self._trials(role, plain, plain))
+        return writes and not any(
+            _NAME in self._text(trial[: trial.index(message) + 1])
+            for form in forms
+            for trial in self._trials(role, given, form)
+            for message in trial
+            if message.get("tool_calls")
+        )
 
     def _trials(self, role: str, given: Form, form: Form) -> Iterator[list[dict[str, Any]]]:
         """Conversations with a message of this role and form; templates differ in what may surround it."""
@@ -133,7 +156,8 @@ class Forms:
             return False
         if form.arguments == "object":
             return f"'{_KEY}'" not in text
-        return form.arguments is None or f'\\"{_KEY}' not in text
+        # JSON text within a string, or within braces of the template
+        return form.arguments is None or not (f'\\"{_KEY}' in text or f'{{{{"{_KEY}' in text)
 
     def _text(self, trial: list[dict[str, Any]]) -> str:
         try:

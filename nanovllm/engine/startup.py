@@ -180,7 +180,9 @@ def _add_template(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
 def make_processor(config: Config, path: Path, model_config: ModelConfig) -> Processor:
     """The processor with the model's tokenizer and its ends of answers. Errors as of `find_tokenizer`."""
     tokenizer, ends = find_tokenizer(config, path), model_config.eos_token_ids
-    processor = Processor(tokenizer, model_config.vocab_size, ends, config.max_logprobs)
+    values = tokenizer, model_config.vocab_size, ends, config.max_logprobs
+    is_parsed = config.reasoning_parser is not None or config.tool_parser is not None
+    processor = _TEXT["parsing"](config, *values) if is_parsed else Processor(*values)
     if not open_checkpoint(path).states_ends:
         processor.add_written_end()
     return processor

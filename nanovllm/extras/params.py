@@ -84,6 +84,11 @@ def _checked_rules(params: SamplingParams, max_tokens: int | None) -> dict[str, 
     if isinstance(params.bad_words, str):
         raise TypeError(f"bad_words must be a list of strings, not {show(params.bad_words)}")
     values["bad_words"] = list(dict.fromkeys(check_texts("bad_words", params.bad_words)))
+    budget = params.thinking_token_budget
+    if budget is not None:
+        expected = "an integer of at least 0, or None or -1 for no limit"
+        budget = check_int("thinking_token_budget", budget, -1, expected)
+    values["thinking_token_budget"] = None if budget == -1 else budget
     structured = values["structured_outputs"] = params.structured_outputs
     if structured is not None and not isinstance(structured, StructuredOutputsParams):
         expected = "StructuredOutputsParams, such as StructuredOutputsParams(json=schema), or None"

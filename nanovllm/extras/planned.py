@@ -24,8 +24,9 @@ from nanovllm.extras.columns import (
     TokenMasks,
     WantedTokens,
 )
-from nanovllm.extras.token_rules import Grammar, Rule, RuledRow, make_rules, restrict_all
+from nanovllm.extras.token_rules import Grammar, Rule, RuledRow, make_rules, only_budget, restrict_all
 from nanovllm.plan.sequence import Sequence
+from nanovllm.reasoning.budget import ThinkingBudget
 from nanovllm.text.prompts import Request
 
 _NO_TOKENS = np.empty(0, np.int64)
@@ -46,6 +47,8 @@ class SequenceExtras:
     bias: tuple[np.ndarray, np.ndarray] | None  # token ids and biases
     num_logprobs: int  # likeliest tokens of each drawn one, or NO_LOGPROBS
     asked_ids: list[int]  # the tokens of `logprob_token_ids`
+    sleeper: ThinkingBudget | None = None  # its only rule, if that says where it acts: `has_rules` changes
+    wakes: int = 0  # the place in the output from which the sleeper must be asked
     counted: int | None = None  # the sequence's preemptions when penalties last counted its tokens
     logprobs: list[tuple[TokenLogprobs, int]] = field(default_factory=list)  # one row for each output token
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # in parts, in order
@@ -67,6 +70,7 @@ class SequenceExtras:
             prompt_ids=request.prompt_token_ids,
             rules=rules,
             has_rules=bool(rules or params.logits_processors),
+            sleeper=None if params.logits_processors else only_budget(rules),
             next_wanted=request.next_wanted if index == 0 else None,
             pooling=request.pooling,
             penalties=None if penalties == _NEUTRAL else penalties,
@@ -74,6 +78,13 @@ class SequenceExtras:
             num_logprobs=0 if params.logprob_token_ids else num_logprobs,
             asked_ids=list(params.logprob_token_ids or ()),
         )
+
+    def look(self, seq: Sequence) -> None:
+        """Ask the sleeper whether it may act on the token that is drawn next."""
+        place = seq.num_computed_tokens - seq.num_prompt_tokens  # with those of the planned step
+        if self.sleeper is not None and self.wakes <= place:
+            self.wakes = self.sleeper.wakes(seq.output_ids, 0)
+        self.has_rules = self.wakes <= place
 
     def most_cached(self, most: int) -> int:
         """Of the first `most` tokens, how many may come from the prefix cache: no hidden state is known."""
@@ -101,6 +112,9 @@ def extras_of(seqs: list[Sequence], query_lens: np.ndarray, draws: np.ndarray) -
     if not asking:
         return None
     drawn = [each for each in asking if draws[each[0]]]
+    for _, seq, extras in drawn:
+        if extras.sleeper is not None:
+            extras.look(seq)
     penalties, bias = _penalties(asking, draws), _biases(drawn)
     num_logprobs = max([extras.num_logprobs for _, _, extras in drawn], default=NO_LOGPROBS)
     has_rules = any(extras.has_rules for _, _, extras in drawn)

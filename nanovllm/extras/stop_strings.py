@@ -183,6 +183,10 @@ class StopStrings:
         self._held = text[end:]
         return text[:end]
 
+    def take_reasoning(self) -> str | None:
+        """The new thinking, which nobody separates here."""
+        return None
+
     def text(self, include: bool) -> str:
         """Return the text before the stop string that was found. include: with the stop string."""
         assert self.found is not None

@@ -50,6 +50,11 @@ class ExtraTexts:
         `Processor.make_requests`."""
         self._check_num_logprobs(params)
         tokenizer, vocab_size = self._processor.tokenizer, self._processor.vocab_size
+        if params.thinking_token_budget is not None and not getattr(self._processor, "reads_thinking", False):
+            raise ValueError(
+                f"thinking_token_budget={params.thinking_token_budget} needs the marks of the thinking; pass "
+                "reasoning_parser='auto' to LLM"
+            )
         if tokenizer is None:
             for name in ("bad_words", "structured_outputs"):
                 if getattr(params, name):

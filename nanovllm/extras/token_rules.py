@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from nanovllm.reasoning.budget import ThinkingBudget
+from nanovllm.reasoning.gate import ThinkingGate
 from nanovllm.text.prompts import Request
 
 if TYPE_CHECKING:
@@ -115,15 +117,27 @@ class Grammar:
     for example because a state exceeds its limits, no token is allowed.
     """
 
-    def __init__(self, matchers: Matchers, stop_ids: Iterable[int]) -> None:
-        """stop_ids: all tokens that end the output, including those of the matchers' tokenizer."""
+    def __init__(self, matchers: Matchers, stop_ids: Iterable[int], gate: ThinkingGate | None = None) -> None:
+        """stop_ids: all tokens that end the output, including those of the matchers' tokenizer. gate: where
+        the text begins, if the model may think before it; until then no token is forbidden but those that
+        end."""
         self.executor = matchers.executor
+        self._gate = gate
         self._matchers = matchers
         self._matcher: LLMatcher | None = None  # created when the sequence begins
         self._stops = TokenSet(stop_ids)
         self._num_consumed = 0
         self._may_end = False
         self.dead_end: str | None = None  # why no token may follow: llguidance's message, or ""
+
+    def text_start(self, token_ids: Sequence[int], start: int) -> int | None:
+        """Where the text begins in an output that begins at `start`; None while the model thinks."""
+        return start if self._gate is None else self._gate.text_start(token_ids, start)
+
+    def sleep(self, bits: np.ndarray) -> None:
+        """Allow all tokens but those that end the output, which would have no text."""
+        bits[:] = _ALL_TOKENS
+        self._stops.take_from(bits)
 
     def advance(self, token_ids: Sequence[int], start: int) -> tuple[LLMatcher, list[int]]:
         """Consume the new tokens of an output that begins at `start`, except the last.
@@ -145,6 +159,8 @@ class Grammar:
             self._matcher = self._matchers.alone()
             self._matcher.consume_tokens(list(token_ids[start:]))
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._gate is not None and self._gate.opener is not None:
+            TokenSet([self._gate.opener]).add_to(bits)
         self._may_end = self._matcher.is_accepting()
         self.dead_end = None
         if self._may_end:
@@ -187,8 +203,13 @@ def restrict_all(rows: Sequence[RuledRow], bits: np.ndarray) -> None:
         grammar = next((rule for rule in each.rules if isinstance(rule, Grammar)), None)
         if grammar is None:
             bits[each.row] = _ALL_TOKENS
+            continue
+        start = grammar.text_start(each.token_ids, each.start)
+        if start is None:
+            grammar.sleep(bits[each.row])
         else:
-            grammars.append((each, grammar, *grammar.advance(each.token_ids, each.start)))
+            awake = each._replace(start=start)
+            grammars.append((awake, grammar, *grammar.advance(each.token_ids, start)))
     if grammars:
         executor = grammars[0][1].executor
         drawn = [(matcher, new[0]) for *_, matcher, new in grammars if new]
@@ -212,11 +233,22 @@ def make_rules(request: Request, eos_token_ids: Iterable[int] = ()) -> list[Rule
     params, stop_ids, constraint = request.params, request.stop_token_ids, request.constraint
     rules: list[Rule] = []
     if constraint is not None:
-        rules.append(Grammar(constraint, stop_ids))
+        gate = None if request.thinking is None else request.thinking.new_gate()
+        rules.append(Grammar(constraint, stop_ids, gate))
     if params.allowed_token_ids is not None:
         rules.append(AllowedTokens(params.allowed_token_ids))
     if params.min_tokens:
         rules.append(MinTokens(params.min_tokens, stop_ids.union(eos_token_ids)))
     if request.bad_words:
         rules.append(BadWords(request.bad_words))
+    if (
+        params.thinking_token_budget is not None
+    ):  # the last one: what it writes is allowed whatever others say
+        rules.append(request.thinking.new_budget(params.thinking_token_budget))
     return rules
+
+
+def only_budget(rules: Sequence[Rule]) -> ThinkingBudget | None:
+    """The budget of a sequence that has no other rule: it says from which token on it acts."""
+    [rule] = rules if len(rules) == 1 else [None]
+    return rule if isinstance(rule, ThinkingBudget) else None

@@ -14,6 +14,7 @@ from typing import Any
 from nanovllm.answers import CompletionOutput, Logprob, RequestOutput
 from nanovllm.extras.outputs import EmbeddingRequestOutput
 from nanovllm.inputs import show
+from nanovllm.jobs.parsed import message_of
 from nanovllm.jobs.sources import SourceRow, Values
 from nanovllm.jobs.tasks import RowFormat, Task, conversation, logprob_number, prompt_of
 from nanovllm.params import SamplingParams
@@ -45,6 +46,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dimensions": (None,),
 }
 _TEMPLATE = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_THINKING = ("reasoning_effort",)
 
 
 class OpenAIFormat(RowFormat):
@@ -90,17 +92,19 @@ class OpenAIFormat(RowFormat):
             logprobs = (_chat_logprobs if is_chat else _completion_logprobs)(each, task.params.logprobs or 0)
             text: dict[str, Any] = {"text": each.text}
             if is_chat:
-                text = {"message": {"role": "assistant", "content": each.text}}
-            choices.append(
-                {"index": each.index, **text, "logprobs": logprobs, "finish_reason": each.finish_reason}
-            )
+                text = {"message": message_of(each)}
+            reason = "tool_calls" if is_chat and each.tool_calls else each.finish_reason
+            choices.append({"index": each.index, **text, "logprobs": logprobs, "finish_reason": reason})
         prompt_tokens = len(output.prompt_token_ids)
         output_tokens = sum(len(each.token_ids) for each in output.outputs)
-        usage = {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output_tokens,
             "total_tokens": prompt_tokens + output_tokens,
         }
+        if output.outputs[0].reasoning is not None:
+            thoughts = sum(each.num_reasoning_tokens for each in output.outputs)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
         return self._response(
             task,
             {
@@ -159,7 +163,7 @@ def read_body(url: str, body: Values) -> tuple[dict[str, Any], dict[str, Any]]:
             own |= _structured(value)
         elif url == _CHAT and name in ("logprobs", "top_logprobs"):
             continue
-        elif url == _CHAT and name in _TEMPLATE:
+        elif url == _CHAT and name in _TEMPLATE + _THINKING:
             template[name] = value
         elif url != _EMBEDDINGS and (name in SamplingParams.__dataclass_fields__ or name in SAMPLING):
             own[name] = value

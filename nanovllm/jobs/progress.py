@@ -23,6 +23,7 @@ from nanovllm.engine.stats import StepStats
 from nanovllm.extras.outputs import EmbeddingRequestOutput
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.output import Output
+from nanovllm.jobs.parsed import how_it_ended
 from nanovllm.jobs.sources import Source
 from nanovllm.stats.progress import LINE_SECONDS, in_notebook
 from nanovllm.stats.summary import EngineStats, TimelinePoint, coarser, counted, short
@@ -219,7 +220,7 @@ class JobProgress:
         self.prompt_tokens += len(unlisted(output, "prompt_token_ids"))
         self.output_tokens += drawn
         for each in output.outputs:
-            self.reasons[each.finish_reason or ""] += 1
+            self.reasons[how_it_ended(each.finish_reason, each.text, each.reasoning, each.tool_calls)] += 1
 
     def embedded(self, outputs: Sequence[EmbeddingRequestOutput], work: Work) -> None:
         read = sum(len(each.prompt_token_ids) for each in outputs)

@@ -44,7 +44,8 @@ from nanovllm.jobs.job import (
     standard_output,
 )
 from nanovllm.jobs.journal import Journal, hash_file, locked
-from nanovllm.jobs.output import COLUMNS, Output, put_in_order
+from nanovllm.jobs.output import COLUMNS, PARSED, Output, put_in_order
+from nanovllm.jobs.parsed import how_it_ended
 from nanovllm.jobs.progress import History, JobProgress
 from nanovllm.jobs.runner import JobRunner
 from nanovllm.jobs.tasks import Renderer, RowFormat
@@ -275,7 +276,7 @@ def _sample_of(index: int, record: dict[str, Any]) -> Sample:
     error = record.get("error")
     if error is not None:
         error = str(error["message"] if isinstance(error, dict) else error)
-    columns = {name: value for name, value in record.items() if name not in COLUMNS}
+    columns = {name: value for name, value in record.items() if name not in COLUMNS + PARSED}
     reasons = record.get("finish_reasons") or [record.get("finish_reason")]
     text, row_id, usage = record.get("text"), record.get("id"), record
     if "custom_id" in record:  # an OpenAI batch
@@ -284,6 +285,8 @@ def _sample_of(index: int, record: dict[str, Any]) -> Sample:
         text = choices[0].get("text", choices[0].get("message", {}).get("content"))
         reasons = [each.get("finish_reason", "embedding") for each in choices]
         usage = body.get("usage", {})
+    if len(reasons) == 1 and "custom_id" not in record:
+        reasons = [how_it_ended(reasons[0], text, record.get("reasoning"), record.get("tool_calls"))]
     read, drawn = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     prompt = columns.get("prompt", columns or "")
     return Sample(index, row_id, prompt, text or "", tuple(map(str, reasons)), read, drawn, error)

@@ -23,8 +23,9 @@ from nanovllm.checks import BadRow, attempt, raise_first
 from nanovllm.extras.outputs import EmbeddingRequestOutput
 from nanovllm.inputs import show
 from nanovllm.jobs.errors import JobRefusedError
-from nanovllm.jobs.output import COLUMNS, to_text
+from nanovllm.jobs.output import COLUMNS, PARSED, to_text
 from nanovllm.jobs.params import PARAMS_COLUMN, own_params, row_params
+from nanovllm.jobs.parsed import parsed_columns, thinking_of
 from nanovllm.jobs.sources import SourceRow, Values, parse_json
 from nanovllm.params import SamplingParams
 from nanovllm.text.prompts import Prompt
@@ -166,6 +167,7 @@ class PlainFormat(RowFormat):
             more = {"texts": texts, "finish_reasons": reasons}
         if output.outputs[0].logprobs is not None:
             more["logprobs"] = [_logprobs(each) for each in output.outputs]
+        more |= parsed_columns(output.outputs)
         return {
             "index": task.index,
             "id": task.id,
@@ -191,7 +193,7 @@ class PlainFormat(RowFormat):
         if name not in self._new_names:
             if len(self._new_names) > _KEPT_NAMES:
                 self._new_names.clear()
-            is_ours = re.fullmatch(rf"(?:{_PREFIX})*(?:{'|'.join(COLUMNS)})", name)
+            is_ours = re.fullmatch(rf"(?:{_PREFIX})*(?:{'|'.join(COLUMNS + PARSED)})", name)
             self._new_names[name] = _PREFIX + name if is_ours else name
         return self._new_names[name]
 
@@ -383,6 +385,7 @@ class Renderer:
             template.get("continue_final_message", False),
             template.get("tools"),
             {**self._variables, **variables},
+            thinking_of(template),
         )
 
 

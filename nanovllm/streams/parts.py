@@ -22,6 +22,7 @@ class _StreamState:
     text: Any  # `StopStrings`, which decodes its tokens; None if outputs have no text
     num_tokens: int = 0
     num_characters: int = 0
+    num_thoughts: int = 0  # characters of its thinking
     before: list[int] = field(default_factory=list)  # the last yielded tokens
 
 
@@ -64,14 +65,18 @@ class Parts:
         if completion is not None:
             del self._streams[seq_id]
             start, logprobs = stream.num_tokens, unlisted(completion, "logprobs")
+            thoughts = completion.reasoning
             return changed(
                 completion,
                 text=completion.text[stream.num_characters :],
+                reasoning=None if thoughts is None else thoughts[stream.num_thoughts :],
                 token_ids=completion.token_ids[start:],
                 logprobs=None if logprobs is None else logprobs[start:],
             )
         text = "" if stream.text is None else stream.text.take()
         part = CompletionOutput(stream.index, text, token_ids)
+        part.reasoning = None if stream.text is None else stream.text.take_reasoning()
+        stream.num_thoughts += len(part.reasoning or "")
         extras = stream.state.sequences[stream.index].extras
         rows = [] if extras is None else extras.logprobs[stream.num_tokens :]
         stream.num_characters += len(text)

@@ -112,6 +112,7 @@ class Processor:
                 constraint,
                 index=first_index + row,
                 first_scored=None if param.prompt_logprobs is None else 1,
+                tools=prompt.tools,
             )
 
         return [

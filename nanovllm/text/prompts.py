@@ -28,6 +28,7 @@ class Prompt:
     text: str | None
     token_ids: Sequence[int] | None  # int32 in an array, unless some do not fit
     add_special_tokens: bool = True  # when the string is tokenised; a chat template writes them itself
+    tools: Any = None  # of a conversation, which give arguments of tool calls their types
     where: str = field(default="the prompt", compare=False)  # its name in errors
 
 
@@ -181,6 +182,8 @@ class Request:
     index: int = 0  # of the prompt, in its call
     first_scored: int | None = None  # the first prompt token to score; None: none
     pooling: str | None = None  # of the prompt's hidden states: "last" or "mean"; None: no pooling
+    tools: Any = None  # of a `Prompt`
+    thinking: Any = None  # where rules on the next token meet thinking, as `reasoning/rules.py` has it
 
     @property
     def num_needed(self) -> int:

@@ -85,8 +85,8 @@ SAME = {
         with_call(*forms, *call) for call in CALLS for forms in FORMS
     ],
 }
-# Python's or JSON's way to write a part, and arguments that are Python's, or JSON within JSON.
-WRONG = re.compile(r"""['"]text['"]: ?['"]\w+q|\{'city'|\\"city""")
+# Python's or JSON's way to write a part, and arguments that are Python's, or JSON within JSON or braces.
+WRONG = re.compile(r"""['"]text['"]: ?['"]\w+q|\{'city'|\\"city|\{\{"city""")
 
 
 def applied(template: str, conversation: Any, words: tuple[str, ...], options: dict[str, Any]) -> str | None:

@@ -66,9 +66,9 @@ def test_arguments_reach_the_template(llm: LLM) -> None:
         ({"n": 2}, TypeError, r"'n'; pass it as SamplingParams\(n="),
         ({"chat_templat": "x"}, TypeError, "'chat_templat'; did you mean 'chat_template'"),
         (
-            {"enable_thinking": False},
+            {"preserve_thinking": False},
             TypeError,
-            "'enable_thinking'.*of the template go into chat_template_kwargs",
+            "'preserve_thinking'.*of the template go into chat_template_kwargs",
         ),
         ({"lora_request": object()}, ValueError, "lora_request=.* is not supported; merge"),
         ({"chat_template_content_format": "openai"}, ValueError, "format='openai' is not supported"),

@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm.chat.conversations import parse_conversations
 from nanovllm.chat.message_forms import Forms
-from nanovllm.chat.templates import TemplateProcess
+from nanovllm.chat.templates import TemplateError, TemplateProcess
 
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 ARGUMENTS = {"x": 5, "ü": [1]}
@@ -157,6 +157,29 @@ def test_what_no_template_shows_stays(process: TemplateProcess) -> None:
     """A template that writes no contents fails as with the given messages."""
     assert text(process, "{{ messages | length }}", user(PARTS), called(TEXT)) == "2"
     assert text(process, BOTH, user(PARTS), called(TEXT, content="so")) == "[user|<one><two>][assistant|so]"
+
+
+def test_a_template_that_writes_no_calls(process: TemplateProcess) -> None:
+    """A message with nothing else would be an empty answer, such as with R1's, which asks for a null content:
+    no template gets one, because transformers leaves keys out that are null."""
+    null = "{% if m.content is none %}{{ m.tool_calls[0].function.name }}{% else %}{{ '' + m.content }}"
+    null += "{% endif %}"
+    for template in (BOTH, f"{{% for m in messages %}}[{{{{ m.role }}}}|{null}]{{% endfor %}}"):
+        for content in (None, ""):
+            conversation = [user("hm"), called(TEXT, content=content)]
+            [found] = process.render(template, {}, parse_conversations([conversation]), {})
+            assert isinstance(found, TemplateError), found
+            assert "it writes no tool calls, and message 1 has nothing else; pass another" in str(found)
+
+
+def test_arguments_within_braces_of_the_template_are_an_object(process: TemplateProcess) -> None:
+    """As Gemma's, which puts braces around the pairs of an object, and around any text."""
+    template = calls(
+        "{{ '{' }}{% if a is mapping %}{% for k, v in a.items() %}{{ k }}:{{ v }}{% endfor %}"
+        "{% else %}{{ a }}{% endif %}{{ '}' }}"
+    )
+    for arguments in ({"x": 5}, '{"x": 5}'):
+        assert text(process, template, user("hm"), called(arguments)) == "[user|hm][assistant|(f {x:5})]"
 
 
 def test_each_form_is_tried_once() -> None:

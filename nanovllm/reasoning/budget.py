@@ -1,0 +1,120 @@
+"""ThinkingBudget: a token rule that closes the thinking of an answer after a number of tokens.
+
+Knows neither text nor logits: marks are tokens here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from nanovllm.reasoning.marks import Channels, Thinking
+from nanovllm.reasoning.prompts import Vocabulary
+
+_BITS = 32
+RECHECKED = 32  # tokens between two looks for a block that is opened once more
+
+
+class BudgetMarks(NamedTuple):
+    """The tokens that a budget looks for and writes.
+
+    start, ends: what begins the thinking, and the single tokens that end it. calls: tokens that begin a tool
+    call, which ends the count. closing: what is written when the budget is spent; it holds one of `ends`.
+    """
+
+    start: tuple[int, ...]
+    ends: frozenset[int]
+    calls: frozenset[int]
+    closing: tuple[int, ...]
+
+
+def budget_marks(family: Thinking | Channels, vocabulary: Vocabulary) -> BudgetMarks:
+    """The tokens of a family's marks. ValueError if an end mark is no single token: then it cannot be
+    recognised, however a model writes it."""
+    ids = {str(mark): token_id for token_id, mark in vocabulary.mark_of.items()}
+    ends = family.ends if isinstance(family, Channels) else (family.end,)
+    if missing := [end for end in ends[:1] if end not in ids]:
+        raise ValueError(
+            f"thinking_token_budget needs an end mark that is one token, and this tokenizer has no token "
+            f"{missing[0]!r}; leave it out, or limit the answer by max_tokens"
+        )
+    encode = vocabulary.encode
+    if isinstance(family, Channels):
+        start = encode(f"{family.channel}{family.thinking}{family.body}")
+        closing = encode(f"{ends[0]}{family.begin}assistant{family.channel}final{family.body}")
+        return BudgetMarks(start, frozenset(ids[end] for end in ends if end in ids), frozenset(), closing)
+    calls = frozenset(ids[call.mark] for call in family.calls if call.mark in ids)
+    closing = encode(family.end if family.label else f"\n{family.end}\n\n")
+    return BudgetMarks(encode(family.start + family.label), frozenset([ids[family.end]]), calls, closing)
+
+
+class ThinkingBudget:
+    """Closes the thinking of one answer once it has `budget` tokens, without its marks.
+
+    It counts the tokens of all blocks of thinking. A block that the model opens when nothing is left is
+    closed at once. Tokens of the closing that are being written do not count. A tool call that begins inside,
+    and an end mark that the model writes itself, end the block.
+    """
+
+    def __init__(self, marks: BudgetMarks, budget: int, is_open: bool) -> None:
+        """budget: tokens, at least 0. is_open: whether the prompt ends inside the thinking."""
+        self._marks, self._budget, self._is_open = marks, budget, is_open
+        self._has_begun = is_open
+        self._count = 0
+        self._num_read = 0  # tokens of the output
+        self._num_closed = 0  # tokens of the closing that stand at the end of the output
+
+    def _read(self, token_ids: Sequence[int], start: int) -> None:
+        """Follow the new tokens of an output that begins at `start`."""
+        marks = self._marks
+        for at in range(start + self._num_read, len(token_ids)):
+            token_id = token_ids[at]
+            if self._num_closed:  # forced tokens
+                self._num_closed = (self._num_closed + 1) % len(marks.closing)
+            elif self._is_open and self._is_spent and token_id == marks.closing[0]:
+                self._num_closed = 1 % len(marks.closing)
+                self._is_open = False
+            elif self._is_open:
+                self._is_open = token_id not in marks.ends and token_id not in marks.calls
+                self._count += self._is_open
+            else:
+                begin = at + 1 - len(marks.start)
+                if begin >= start and tuple(token_ids[begin : at + 1]) == marks.start:
+                    self._is_open = self._has_begun = True
+        self._num_read = len(token_ids) - start
+
+    @property
+    def _is_spent(self) -> bool:
+        return self._count >= self._budget
+
+    def wakes(self, token_ids: Sequence[int], start: int) -> int:
+        """The place of the first token that it may restrict, as far as `token_ids` tell; places count from
+        the beginning of `token_ids`. Tokens before it need no mask, so a step may draw them as it draws
+        others.
+
+        A block that is opened when nothing is left is noticed at most `RECHECKED` tokens later.
+        """
+        self._read(token_ids, start)
+        left = max(self._budget - self._count, 0)
+        if self._num_closed:
+            return len(token_ids)
+        if self._is_open:
+            return len(token_ids) + left
+        if self._has_begun and not left:
+            return len(token_ids) + RECHECKED
+        return len(token_ids) + len(self._marks.start) + left
+
+    def restrict(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
+        """As of the rules in `extras/token_rules.py`. Where it closes, its token is the only one that is
+        allowed, whatever other rules say."""
+        self._read(token_ids, start)
+        if self._num_closed:
+            self._force(bits, self._marks.closing[self._num_closed])
+        elif self._is_open and self._is_spent:
+            self._force(bits, self._marks.closing[0])
+
+    def _force(self, bits: np.ndarray, token_id: int) -> None:
+        bits[:] = 0
+        bits.view(np.uint32)[token_id // _BITS] = 1 << (token_id % _BITS)

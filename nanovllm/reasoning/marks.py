@@ -1,0 +1,80 @@
+"""Marks: how each family of models writes its thinking, as a table. Splits nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Mark(str):
+    """A piece of an answer that is known to be a mark, because it was one token of the vocabulary. The same
+    characters, written with ordinary tokens, are a quotation and stay plain strings."""
+
+    __slots__ = ()
+
+
+class CallMark(NamedTuple):
+    """The start of a tool call that may stand within the thinking, and ends it.
+
+    mark: its first characters. follows: what must come next, after white space; else the mark is a quotation.
+    """
+
+    mark: str
+    follows: str
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How a family marks its thinking.
+
+    start, end: the marks. label: text behind the start mark that belongs to it. calls: tool calls that may
+    begin before the end mark, which the model then leaves out.
+    """
+
+    start: str
+    end: str
+    label: str = ""
+    calls: tuple[CallMark, ...] = ()
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Marks of harmony: an answer is a list of messages, each in a channel."""
+
+    begin: str = "<|start|>"
+    channel: str = "<|channel|>"
+    constrain: str = "<|constrain|>"
+    body: str = "<|message|>"
+    ends: tuple[str, ...] = ("<|end|>", "<|return|>", "<|call|>")
+    thinking: str = "analysis"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.begin, self.channel, self.constrain, self.body, *self.ends
+
+
+_THINK = ("<think>", "</think>")
+_FUNCTION_CALL = (CallMark("<tool_call>", "<function="),)
+_KIMI_CALL = (CallMark("<|tool_calls_section_begin|>", ""),)
+
+# By the names of vLLM where it has one. "think" is for any template that writes these marks.
+REASONING: dict[str, Thinking | Channels] = {
+    "qwen3": Thinking(*_THINK, calls=_FUNCTION_CALL),
+    "deepseek_r1": Thinking(*_THINK),
+    "deepseek_v3": Thinking(*_THINK),
+    "openai_gptoss": Channels(),
+    "glm45": Thinking(*_THINK, calls=(CallMark("<tool_call>", ""),)),
+    "smollm3": Thinking(*_THINK),
+    "nemotron_v3": Thinking(*_THINK, calls=_FUNCTION_CALL),
+    "minimax_m2": Thinking(*_THINK, calls=(CallMark("<minimax:tool_call>", "<invoke"),)),
+    "gemma4": Thinking("<|channel>", "<channel|>", "thought\n", (CallMark("<|tool_call>", "call:"),)),
+    "granite": Thinking(*_THINK, calls=_FUNCTION_CALL),
+    "kimi_k2": Thinking(*_THINK, calls=_KIMI_CALL),
+    "exaone4": Thinking(*_THINK),
+    "olmo3": Thinking(*_THINK),
+    "seed_oss": Thinking(
+        "<seed:think>", "</seed:think>", calls=(CallMark("<seed:tool_call>", "<function="),)
+    ),
+    "mistral": Thinking("[THINK]", "[/THINK]", calls=(CallMark("[TOOL_CALLS]", ""),)),
+    "think": Thinking(*_THINK),
+}
