@@ -344,15 +344,6 @@ def delta_prefill_triton(
     m, p = qkv.new_empty(2, *shape)
     m_rest = qkv.new_empty(shape) if qkv.itemsize < 4 else None
     vectors = qkv.new_empty(chunks, heads.v_heads, _VECTORS, CHUNK, dtype=torch.float32)
-    common = {
-        "K_HEADS": heads.k_heads,
-        "V_HEADS": heads.v_heads,
-        "DK": heads.k_dim,
-        "VECTORS": _VECTORS,
-        "C": CHUNK,
-        "PRECISION": PRECISIONS[qkv.dtype],
-        **pdl_options(qkv),
-    }
     _chunk_kernel[(heads.v_heads, chunks)](
         qkv,
         *gates,
@@ -367,12 +358,18 @@ def delta_prefill_triton(
         gates.b.stride(0),
         heads.k_dim**-0.5,
         L2_EPS,
+        K_HEADS=heads.k_heads,
+        V_HEADS=heads.v_heads,
+        DK=heads.k_dim,
+        VECTORS=_VECTORS,
+        C=CHUNK,
+        PRECISION=PRECISIONS[qkv.dtype],
         BLOCK_K=min(_BLOCK_K, next_power_of_2(heads.k_dim)),
         DIAGONAL=_DIAGONAL,
         HALVES=m_rest is not None,
         num_warps=tiles.first_warps,
         maxnreg=tiles.first_registers,
-        **common,
+        **pdl_options(qkv),
     )
     _scan_kernel[(heads.v_heads * -(-heads.v_dim // tiles.columns), len(packed.rows))](
         qkv,
@@ -386,12 +383,18 @@ def delta_prefill_triton(
         *(saves or (None, None, None)),
         qkv.stride(0),
         pool.stride(0),
+        K_HEADS=heads.k_heads,
+        V_HEADS=heads.v_heads,
+        DK=heads.k_dim,
+        VECTORS=_VECTORS,
+        C=CHUNK,
+        PRECISION=PRECISIONS[qkv.dtype],
         DV=heads.v_dim,
         DK_PADDED=next_power_of_2(heads.k_dim),
         COLUMNS=tiles.columns,
         num_warps=tiles.warps,
         num_stages=_stages(tiles, heads, qkv),
-        **common,
+        **pdl_options(qkv),
     )
     return out
 
