@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.batch import FILTERS, NO_SLOT, SAMPLING_PARAMETERS, Column, FilterColumns, SamplingColumns
+from nanovllm.batch import FILTERS, NO_SLOT, SAMPLING_PARAMETERS, Column, SamplingColumns
 from nanovllm.params import SamplingParams
 
 
@@ -117,8 +117,9 @@ class SamplingTable:
     def take(self, slots: np.ndarray, positions: np.ndarray) -> SamplingColumns[np.ndarray]:
         """The columns of `slots` [S], which draw the tokens at `positions` [S]."""
         rows = self._rows.take(slots)
-        filters = FilterColumns(*[rows[name] for name in FILTERS])
-        return SamplingColumns(rows["temperature"], rows["seeds"], positions, filters)
+        return SamplingColumns(
+            rows["temperature"], rows["seeds"], positions, *[rows[name] for name in FILTERS]
+        )
 
 
 def fitting(column: Column, value: float) -> float:

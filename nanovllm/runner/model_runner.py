@@ -143,8 +143,7 @@ class ModelRunner(BatchRunner):
         All sequences have the same block table, in all groups of layers, which repeats the existing blocks:
         their content does not matter.
         """
-        sampling = greedy(num_seqs)
-        filters = replace(sampling.filters, top_k=np.full(num_seqs, 50, np.int32))
+        ones = np.ones(num_seqs, np.float32)
         table = np.arange(-(-context_len // self.block_size), dtype=np.int32) % self.kv_cache.shape[2]
         return Batch(
             kind=kind,
@@ -155,7 +154,7 @@ class ModelRunner(BatchRunner):
             context_lens=np.full(num_seqs, context_len, np.int32),
             tables=(np.tile(table, (num_seqs, 1)),) * len(self.layout.groups),
             draws=np.ones(num_seqs, np.int32),
-            sampling=replace(sampling, temperature=np.ones(num_seqs, np.float32), filters=filters),
+            sampling=replace(greedy(num_seqs), temperature=ones, top_k=np.full(num_seqs, 50, np.int32)),
         )
 
     def measure_kv_cache(self, reserve: int) -> KVCacheSpace:

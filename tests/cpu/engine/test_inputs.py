@@ -57,8 +57,7 @@ def batches(draw: st.DrawFn, kind: StepKind) -> Batch:
     one = np.full(count, 0.5, np.float32)
     sampling = greedy(count)
     if draw(st.booleans()):
-        filters = replace(sampling.filters, top_p=one)
-        sampling = replace(sampling, temperature=one, seeds=rng.integers(0, 9, count), filters=filters)
+        sampling = replace(sampling, temperature=one, seeds=rng.integers(0, 9, count), top_p=one)
     starts = context_lens - query_lens
     copies = [
         (2000 + row, tables[row, start // BLOCK], 0, start % BLOCK)
