@@ -136,14 +136,4 @@ class AttentionColumns(Generic[A]):
         )
 
 
-@dataclass(frozen=True, eq=False)
-class StepColumns(AttentionColumns[A]):
-    """The attention columns of a whole step, plus the columns that the model needs."""
-
-    # The tokens whose hidden states are needed, ascending; None: all.
-    wanted_rows: Annotated[A, Column(np.int32, lambda n: (n.tokens,))] | None = None
-    halves: tuple[AttentionColumns[A], AttentionColumns[A]] | None = None  # the same tokens in two parts
-
-
 AttentionMetadata = AttentionColumns[torch.Tensor]
-StepMetadata = StepColumns[torch.Tensor]

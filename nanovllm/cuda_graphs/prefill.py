@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.attention.backends import AttentionBackend
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec, StepMetadata
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec
 from nanovllm.batch import NO_SLOT
 from nanovllm.device import Device
 from nanovllm.kernels.compat import in_graph, next_power_of_2
@@ -90,12 +90,10 @@ class PrefillGraphs:
         self._token_ids, self._positions = ints(dtype=torch.int64), ints(dtype=torch.int32)
         self._slots = [ints(dtype=torch.int32) for _ in range(groups)]
 
-    def run(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata
-    ) -> torch.Tensor | None:
+    def run(self, token_ids: torch.Tensor, step: Step, wanted: torch.Tensor | None) -> torch.Tensor | None:
         """As the model; None if this step is not captured, or cannot be."""
-        tokens = len(token_ids)
-        if not 0 < tokens <= self.most or meta.halves is not None or meta.prefill is None:
+        tokens, meta, positions = len(token_ids), step.meta, step.positions
+        if not 0 < tokens <= self.most or step.halves is not None or meta.prefill is None:
             return None
         size = size_for(tokens, self.most)
         slots = [meta.slot_mapping, *(other.slot_mapping for other in meta.others)]
@@ -106,7 +104,7 @@ class PrefillGraphs:
             others=tuple(replace(a, slot_mapping=b) for a, b in zip(meta.others, others, strict=True)),
         )
         step = Step(self._positions[:size], padded)
-        pieces = self.captured.get(size) or self._capture_if_it_pays(size, step.positions, padded)
+        pieces = self.captured.get(size) or self._capture_if_it_pays(size, step)
         if pieces is None:
             return None
         _fill(self._token_ids[:size], token_ids, 0)
@@ -119,21 +117,21 @@ class PrefillGraphs:
             if piece.layer is not None and piece.q is not None:
                 piece.layer.attend_in_place(piece.q, metas[piece.layer.group])
         step = step._replace(layer_inputs=pieces.layer_inputs)
-        return self._model.leave(pieces.stream, step, meta.wanted_rows)
+        return self._model.leave(pieces.stream, step, wanted)
 
-    def _capture_if_it_pays(self, size: int, positions: torch.Tensor, meta: StepMetadata) -> _Pieces | None:
+    def _capture_if_it_pays(self, size: int, step: Step) -> _Pieces | None:
         self._steps[size] += 1
         if size in self.captured or self._steps[size] <= _STEPS or len(self.captured) >= _MOST_SIZES:
             return None
         for slots in self._slots:
             slots.fill_(NO_SLOT)
-        others = tuple(replace(other, copies=None) for other in meta.others)
-        meta = replace(meta, copies=None, others=others)  # copies are launched
+        others = tuple(replace(other, copies=None) for other in step.meta.others)
+        step = step._replace(meta=replace(step.meta, copies=None, others=others))  # copies are launched
         context = copy_context()
         context.run(in_graph.set, True)
 
         def enter() -> tuple[Any, Step]:
-            return context.run(self._model.enter, self._token_ids[:size], positions, meta)
+            return context.run(self._model.enter, self._token_ids[:size], step)
 
         # This run compiles kernels and creates library handles, which a capture must not do.
         self._device.reset_peak()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionColumns, CellCopies, GroupColumns, PrefillRanges, StepColumns
+from nanovllm.attention.base import AttentionColumns, CellCopies, GroupColumns, PrefillRanges
 from nanovllm.batch import Batch, StepKind, prefix_sum
 from nanovllm.layers.stream import AnyStream, Block, Norm, RMSNorm, Step, Stream, Term, added, value_of
 from nanovllm.parallel.peer_memory import PendingSum
@@ -164,7 +164,7 @@ class HalvedStream:
 def begin(embedded: torch.Tensor, step: Step, start_sum: StartSum) -> AnyStream:
     """The stream of a step, in halves if its columns are. Arguments as in `TPGroup.begin` and
     `HalvedStream`."""
-    halves = step.meta.halves if isinstance(step.meta, StepColumns) else None
+    halves = step.halves
     if halves is None:
         return Stream(embedded)
     sizes = [len(half.slot_mapping) for half in halves]

@@ -101,7 +101,7 @@ def test_prefill_inputs_of_each_token(batch: Batch) -> None:
             cell = batch.tables[0][row, position // BLOCK] * BLOCK + position % BLOCK
             want.append((batch.token_ids[index], batch.slots[row], position, cell))
             index += 1
-        assert inputs.attention.wanted_rows[row] == index - 1
+        assert inputs.wanted_rows[row] == index - 1
         assert inputs.attention.prefill.cu_seqlens_q[row + 1] == index
     found = inputs.token_ids, inputs.token_slots, inputs.positions, inputs.attention.slot_mapping
     assert list(zip(*found, strict=True)) == want
@@ -119,8 +119,8 @@ def test_a_sequence_can_draw_several_tokens(batch: Batch, data: st.DataObject) -
     batch = replace(batch, draws=np.array(draws, np.int32))
     assert last_rows(batch.draws, batch.query_lens).tolist() == want
     inputs = prepare_prefill(batch, BLOCK)
-    assert inputs.attention.wanted_rows.tolist() == want
-    assert inputs.attention.wanted_rows.dtype == np.int32
+    assert inputs.wanted_rows.tolist() == want
+    assert inputs.wanted_rows.dtype == np.int32
 
 
 @given(batches(StepKind.PREFILL))
@@ -131,8 +131,8 @@ def test_halves_together_equal_the_batch(batch: Batch) -> None:
     more = tuple(each + np.array([100, 100, 0, 0], np.int32) for each in batch.copies)
     both = batch.tables[0], batch.tables[0] + 100
     batch = replace(batch, tables=both, copies=batch.copies + more)
-    whole = prepare_prefill(batch, BLOCK, halves).attention
-    parts = whole.halves
+    inputs = prepare_prefill(batch, BLOCK, halves)
+    whole, parts = inputs.attention, inputs.halves
     assert whole.others[0].slot_mapping.tolist() == (whole.slot_mapping + 100 * BLOCK).tolist()
     for half in parts:
         windowed = half.of_group(1)
@@ -167,7 +167,7 @@ def test_halves_together_equal_the_batch(batch: Batch) -> None:
 def test_prefill_inputs_are_staged_unchanged(batch: Batch) -> None:
     inputs = prepare_prefill(batch, BLOCK, halves if len(batch.token_ids) > 1 else None)
     staged = staging().send(inputs)()
-    assert (staged.attention.halves is not None) == (len(batch.token_ids) > 1)
+    assert (staged.halves is not None) == (len(batch.token_ids) > 1)
     for (column, array), (_, tensor) in zip(columns(inputs), columns(staged), strict=True):
         assert tensor.numpy().dtype == column.dtype and np.array_equal(tensor.numpy(), array)
 
@@ -239,6 +239,7 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
     inputs = prepare_prefill(batch, BLOCK, halves)
     inputs = replace(inputs, attention=replace(inputs.attention, shared=no_shared_prefixes(count, UNIT)))
     assert all(getattr(inputs.attention, field.name) is not None for field in fields(inputs.attention))
+    assert all(getattr(inputs, field.name) is not None for field in fields(inputs))
     buffers = Staging(Device("cpu"), size, groups=3)
     staged = buffers.send(map_columns(inputs, full))()
     buffer, _ = inside.input_buffers(buffers)

@@ -20,7 +20,7 @@ from test_needs import GPU
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.attention.backends import TritonBackend, resolve_block_size, select
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges, StepMetadata
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.config import Config
 from nanovllm.cpu import isa
@@ -361,7 +361,7 @@ def test_a_norm_over_all_heads() -> None:
     layer.cache = KVCache(torch.zeros(1, 5, 2, 8), torch.zeros(1, 5, 2, 8))
     x, count = torch.randn(5, 24), 5
     ranges = PrefillRanges(torch.tensor([0, count]), torch.tensor([0, count]), count)
-    meta = StepMetadata(torch.arange(count), torch.tensor([count]), torch.tensor([[0]]), count, ranges)
+    meta = AttentionMetadata(torch.arange(count), torch.tensor([count]), torch.tensor([[0]]), count, ranges)
     found = layer(Normed.computed(x, x), Step(torch.arange(count), meta)).tensor()
 
     def normed(rows: torch.Tensor, norm: object) -> torch.Tensor:
