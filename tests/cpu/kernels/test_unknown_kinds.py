@@ -25,6 +25,7 @@ from nanovllm.cpu import isa
 from nanovllm.cpu.integers import IntegerConfig
 from nanovllm.cpu.kernels.int_layout import IntFormat
 from nanovllm.cpu.kernels.matmul import packed_shape
+from nanovllm.formats.config_json.values import rope_from
 from nanovllm.formats.fp8.kernels.grouped import Fp8Experts
 from nanovllm.formats.fp8.kernels.matmul import Fp8Weight
 from nanovllm.formats.fp8.kernels.values import Fp8Rows
@@ -132,7 +133,7 @@ def test_triton_kernels_refuse_a_new_activation(mlp: ExpertMLP) -> None:
 
 def test_a_new_rope_type_is_refused() -> None:
     with pytest.raises(ValueError, match="rope type 'new' is not supported; supported: default, linear"):
-        RopeConfig.from_dict({"rope_type": "new"}, 10000.0, 64)
+        rope_from({"rope_type": "new"}, 10000.0, 64)
     config = RopeConfig("new", original_max_position=64)
     for call in (
         lambda: config.max_position(64),
