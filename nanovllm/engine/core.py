@@ -18,9 +18,9 @@ from nanovllm.device import Device
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
 from nanovllm.engine.stats import Load, StepStats, pairs_of
-from nanovllm.kv_group import Room
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.plan.scheduler import Scheduler
+from nanovllm.plan.sequence import Room
 from nanovllm.runner.inputs import PendingOutput
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.ranks import RankSetup
