@@ -1,9 +1,8 @@
 """Rotary position embedding: the rotation angle of each position and dimension.
 
 RopeConfig holds a checkpoint's rope settings, which its reader has checked; `rope_table` computes the angles'
-cosines and sines.
-Types that scale the angles are a door, which `doors.ROPES` names. Everything is float32; an unknown type is
-an error.
+cosines and sines. Types that scale the angles are a door, which `doors.ROPES` names. Everything is float32;
+an unknown type is an error.
 """
 
 from __future__ import annotations

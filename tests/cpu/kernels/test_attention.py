@@ -24,7 +24,8 @@ from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRan
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.config import Config
 from nanovllm.cpu import isa
-from nanovllm.device import CPU_KV_CACHE_BYTES, Device
+from nanovllm.device import Device
+from nanovllm.device_memory import CPU_KV_CACHE_BYTES
 from nanovllm.engine.startup import open_model
 from nanovllm.families.llama import LLAMA
 from nanovllm.flash_attn.backend import FlashAttnBackend
