@@ -19,9 +19,9 @@ from nanovllm.attention.base import AttentionColumns, AttentionMetadata
 from nanovllm.batch import Batch
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.weights import WeightLayer
-from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 
 
 class Step(NamedTuple):

@@ -29,9 +29,9 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.stream import AnyStream, Group, HeadsNorm, RMSNorm, Step
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
-from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.shards import WeightShard
+from nanovllm.quantization.shards import WeightOptions, WeightShard
 
 
 class Build(NamedTuple):

@@ -27,7 +27,7 @@ from nanovllm.layers.weights import allocate
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.weights import init_dummy_weights, load_weights
-from nanovllm.quantization.base import WeightOptions
+from nanovllm.quantization.shards import WeightOptions
 from nanovllm.runner.batch_runner import BatchRunner, PrefixFinder
 from nanovllm.runner.ending import Ending
 from nanovllm.runner.inputs import Staging

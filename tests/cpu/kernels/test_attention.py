@@ -38,8 +38,9 @@ from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, RotaryEmbedding
 from nanovllm.models.registry import get_family, register_model
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import Normed, WeightOptions
+from nanovllm.quantization.base import Normed
 from nanovllm.quantization.config import QuantConfig
+from nanovllm.quantization.shards import WeightOptions
 
 CPU = Device("cpu")
 SPECS = (AttentionSpec(4, 2, 64),)

@@ -25,7 +25,8 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights, init_dummy_weights, load_weights, weight_bytes
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import Normed, WeightOptions
+from nanovllm.quantization.base import Normed
+from nanovllm.quantization.shards import WeightOptions
 from tools.write_int4 import dequantised, random_order, rounded, write_int4
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -21,7 +21,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import init_dummy_weights, load_weights
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import WeightOptions
+from nanovllm.quantization.shards import WeightOptions
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")

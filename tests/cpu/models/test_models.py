@@ -32,7 +32,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import get_family, load_model_config, register_model, supported_architectures
 from nanovllm.models.weights import load_weights
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import WeightOptions
+from nanovllm.quantization.shards import WeightOptions
 
 PROMPT = [5, 93, 17, 2, 60, 60, 31, 8, 44, 71, 12]
 BLOCK_SIZE = 4
