@@ -26,7 +26,7 @@ from nanovllm.layers.stream import Group
 from nanovllm.layers.weights import allocate
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.weights import init_dummy_weights, load_weights
+from nanovllm.models.weights import load_weights
 from nanovllm.quantization.shards import WeightOptions
 from nanovllm.runner.batch_runner import BatchRunner, PrefixFinder
 from nanovllm.runner.ending import Ending
@@ -34,6 +34,7 @@ from nanovllm.runner.inputs import Staging
 from nanovllm.runner.memory import CacheLayout, KVCacheSpace, attach
 
 CALIBRATIONS: Table[Callable[[ModelRunner], None]] = Table(doors.CALIBRATIONS)
+_FILLS: Table[Callable[[DecoderForCausalLM, int, Callable[[], None]], None]] = Table(doors.LOAD_FORMATS)
 _PREFIXES: Table[Callable[[ModelRunner, SharedUnit], PrefixFinder]] = Table(doors.SHARED_PREFIXES)
 _CAPTURE: Table[Callable[[ModelRunner, bool], None]] = Table(doors.CUDA_GRAPHS)
 
@@ -96,10 +97,10 @@ class ModelRunner(BatchRunner):
 
     def load_weights(self) -> None:
         """Load the checkpoint's weights, or dummy weights; see `load_weights` of the loader."""
-        if self.config.load_format == "dummy":
-            init_dummy_weights(self.model, self.config.seed, self._check)
-        else:
+        if self.config.load_format == "auto":
             load_weights(self.model, self.model_path, self._check)
+        else:
+            _FILLS[self.config.load_format](self.model, self.config.seed, self._check)
         self.device.empty_cache()  # else permanent workspaces might keep all memory of the loading
 
     def calibrate_kv_cache(self) -> None:
