@@ -148,7 +148,7 @@ class Attention(WeightLayer):
 
     def _copy_cells(self, meta: AttentionMetadata) -> None:
         if meta.copies is not None:  # of what earlier steps stored, or this one
-            copy_cells(*self.cache[:2], meta.copies.cells, meta.copies.longest)
+            copy_cells(*self.cache[:2], meta.copies, meta.longest_copy)
 
 
 class GatedMLP(nn.Module):

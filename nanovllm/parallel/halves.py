@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionColumns, CellCopies, GroupColumns, PrefillRanges
+from nanovllm.attention.base import AttentionColumns, GroupColumns, PrefillRanges
 from nanovllm.batch import Batch, StepKind, prefix_sum
 from nanovllm.layers.stream import AnyStream, Block, Norm, RMSNorm, Step, Stream, Term, added, value_of
 from nanovllm.parallel.peer_memory import PendingSum
 from nanovllm.quantization.base import Normed, Product
-from nanovllm.runner.inputs import cell_copies
+from nanovllm.runner.inputs import group_columns
 
 OVERLAP_RANKS = (2, 4)  # measured to be faster
 OVERLAP_TOKENS = 2048  # minimum tokens of a step that is split
@@ -59,11 +59,11 @@ def halves(batch: Batch, columns: Half) -> tuple[Half, Half]:
         second[0] = left
     begun = [_begun(each, batch.tables[number][: row + 1]) for number, each in enumerate(groups)]
     left_groups = [
-        GroupColumns(each.slot_mapping[:cut], each.block_tables[: row + 1], copies)
+        group_columns(each.slot_mapping[:cut], each.block_tables[: row + 1], copies)
         for each, (copies, _) in zip(groups, begun, strict=True)
     ]
     right_groups = [
-        GroupColumns(each.slot_mapping[cut:], each.block_tables[next_row:], copies)
+        group_columns(each.slot_mapping[cut:], each.block_tables[next_row:], copies)
         for each, (_, copies) in zip(groups, begun, strict=True)
     ]
     return _half(first, contexts, left_groups), _half(second, batch.context_lens[next_row:], right_groups)
@@ -71,13 +71,13 @@ def halves(batch: Batch, columns: Half) -> tuple[Half, Half]:
 
 def _begun(
     group: GroupColumns[np.ndarray], tables: np.ndarray
-) -> tuple[CellCopies[np.ndarray] | None, CellCopies[np.ndarray] | None]:
+) -> tuple[np.ndarray | None, np.ndarray | None]:
     """The copies to blocks of these tables, and the others. A row needs them in the half in which it begins:
     it reads them there first."""
     if group.copies is None:
         return None, None
-    is_left = np.isin(group.copies.cells[:, 1], tables)
-    return cell_copies(group.copies.cells[is_left]), cell_copies(group.copies.cells[~is_left])
+    is_left = np.isin(group.copies[:, 1], tables)
+    return group.copies[is_left], group.copies[~is_left]
 
 
 def _half(query_lens: np.ndarray, context_lens: np.ndarray, groups: list[GroupColumns[np.ndarray]]) -> Half:

@@ -18,7 +18,6 @@ import torch
 
 from nanovllm.attention.base import (
     AttentionColumns,
-    CellCopies,
     GroupColumns,
     PrefillRanges,
     SharedPrefixes,
@@ -82,14 +81,18 @@ def _groups(
 ) -> list[GroupColumns[np.ndarray]]:
     """The columns of each `KVGroup`. rows, positions [T]: each token's row, and its place in its sequence."""
     return [
-        GroupColumns(_slot_mapping(table, rows, positions, block_size), table, copies)
-        for table, copies in zip_longest(batch.tables, map(cell_copies, batch.copies))
+        group_columns(_slot_mapping(table, rows, positions, block_size), table, copies)
+        for table, copies in zip_longest(batch.tables, batch.copies)
     ]
 
 
-def cell_copies(cells: np.ndarray) -> CellCopies[np.ndarray] | None:
-    """cells [C, 4] as in `Batch`; None if there are none."""
-    return CellCopies(cells, int(cells[:, 3].max())) if len(cells) else None
+def group_columns(
+    slot_mapping: np.ndarray, tables: np.ndarray, copies: np.ndarray | None
+) -> GroupColumns[np.ndarray]:
+    """copies [C, 4] as in `Batch`; it may be empty."""
+    if copies is None or not len(copies):
+        return GroupColumns(slot_mapping, tables)
+    return GroupColumns(slot_mapping, tables, copies, int(copies[:, 3].max()))
 
 
 def prepare_decode(

@@ -274,13 +274,9 @@ def _scan_kernel(
                     saved = state
                     if count > 0:
                         live = c < count
-                        tokens = (begin + before - count + c).to(tl.int64)[:, None]
-                        k = tl.load(
-                            k_base + tokens * qkv_stride, mask=live[:, None] & in_k[None, :], other=0.0
-                        )
-                        v = tl.load(
-                            v_base + tokens * qkv_stride, mask=live[:, None] & in_v[None, :], other=0.0
-                        )
+                        at = (begin + before - count + c).to(tl.int64)[:, None] * qkv_stride
+                        k = tl.load(k_base + at, mask=live[:, None] & in_k[None, :], other=0.0)
+                        v = tl.load(v_base + at, mask=live[:, None] & in_v[None, :], other=0.0)
                         place = (first_chunk + done).to(tl.int64) * V_HEADS + head
                         vectors = vectors_ptr + place * (VECTORS * C)
                         total = tl.load(vectors + c)
@@ -340,9 +336,8 @@ def delta_prefill_triton(
     if chunks == 0:
         return out
     tiles = tiles or choose_tiles(heads, qkv.dtype)
-    shape = (chunks, heads.v_heads, CHUNK, CHUNK)
-    m, p = qkv.new_empty(2, *shape)
-    m_rest = qkv.new_empty(shape) if qkv.itemsize < 4 else None
+    m, p = qkv.new_empty(2, chunks, heads.v_heads, CHUNK, CHUNK)
+    m_rest = torch.empty_like(m) if qkv.itemsize < 4 else None
     vectors = qkv.new_empty(chunks, heads.v_heads, _VECTORS, CHUNK, dtype=torch.float32)
     _chunk_kernel[(heads.v_heads, chunks)](
         qkv,

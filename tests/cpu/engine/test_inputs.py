@@ -137,17 +137,18 @@ def test_halves_together_equal_the_batch(batch: Batch) -> None:
     for half in parts:
         windowed = half.of_group(1)
         assert half.of_group(0) is half
-        copied = [each.copies and each.copies.cells[:, :2].tolist() for each in (half, windowed)]
+        copied = [None if each.copies is None else each.copies[:, :2].tolist() for each in (half, windowed)]
         assert copied[1] == (copied[0] and [[source + 100, to + 100] for source, to in copied[0]])
+        assert half.longest_copy == windowed.longest_copy
         assert windowed.slot_mapping.tolist() == (half.slot_mapping + 100 * BLOCK).tolist()
         assert windowed.block_tables.tolist() == (half.block_tables + 100).tolist()
         assert windowed.context_lens is half.context_lens and windowed.prefill is half.prefill
-    copied = [[] if half.copies is None else half.copies.cells.tolist() for half in parts]
+    copied = [[] if half.copies is None else half.copies.tolist() for half in parts]
     assert [*copied[0], *copied[1]] == (batch.copies[0].tolist() if batch.copies else [])
     first_half = parts[0].block_tables[parts[0].block_tables != PADDING].tolist()
     assert all(target in first_half for _, target, *_ in copied[0]), "a row begins in the other half"
     assert not any(target in first_half for _, target, *_ in copied[1]), "a row has begun in the first half"
-    longest = [0 if half.copies is None else half.copies.longest for half in parts]
+    longest = [half.longest_copy for half in parts]
     assert longest == [max((cells for *_, cells in each), default=0) for each in copied]
     assert np.array_equal(np.concatenate([half.slot_mapping for half in parts]), whole.slot_mapping)
     assert len(parts[0].slot_mapping) == len(batch.token_ids) // 2
