@@ -13,13 +13,7 @@ import torch
 
 from nanovllm.attention.rotary import RopeConfig
 from nanovllm.batch import NO_SLOT, PADDING, A, Column
-from nanovllm.kernels.kinds import Kinds
 from nanovllm.kernels.paged import PLAIN, Variant
-
-
-def cache_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the KV cache by the option `kv_cache_dtype`, in a model of `dtype`."""
-    return Kinds("kv_cache_dtype", {"auto": dtype, "fp8": torch.float8_e4m3fn})[option]
 
 
 @dataclass(frozen=True)

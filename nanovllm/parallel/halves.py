@@ -15,7 +15,7 @@ from nanovllm.batch import Batch, StepKind, prefix_sum
 from nanovllm.layers.stream import AnyStream, Block, Norm, RMSNorm, Step, Stream, Term, added, value_of
 from nanovllm.parallel.peer_memory import PendingSum
 from nanovllm.quantization.base import Normed, Product
-from nanovllm.runner.inputs import group_columns
+from nanovllm.runner.inputs import cell_copies
 
 OVERLAP_RANKS = (2, 4)  # measured to be faster
 OVERLAP_TOKENS = 2048  # minimum tokens of a step that is split
@@ -59,11 +59,11 @@ def halves(batch: Batch, columns: Half) -> tuple[Half, Half]:
         second[0] = left
     begun = [_begun(each, batch.tables[number][: row + 1]) for number, each in enumerate(groups)]
     left_groups = [
-        group_columns(each.slot_mapping[:cut], each.block_tables[: row + 1], copies)
+        GroupColumns(each.slot_mapping[:cut], each.block_tables[: row + 1], *cell_copies(copies))
         for each, (copies, _) in zip(groups, begun, strict=True)
     ]
     right_groups = [
-        group_columns(each.slot_mapping[cut:], each.block_tables[next_row:], copies)
+        GroupColumns(each.slot_mapping[cut:], each.block_tables[next_row:], *cell_copies(copies))
         for each, (_, copies) in zip(groups, begun, strict=True)
     ]
     return _half(first, contexts, left_groups), _half(second, batch.context_lens[next_row:], right_groups)

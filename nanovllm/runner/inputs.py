@@ -81,18 +81,14 @@ def _groups(
 ) -> list[GroupColumns[np.ndarray]]:
     """The columns of each `KVGroup`. rows, positions [T]: each token's row, and its place in its sequence."""
     return [
-        group_columns(_slot_mapping(table, rows, positions, block_size), table, copies)
+        GroupColumns(_slot_mapping(table, rows, positions, block_size), table, *cell_copies(copies))
         for table, copies in zip_longest(batch.tables, batch.copies)
     ]
 
 
-def group_columns(
-    slot_mapping: np.ndarray, tables: np.ndarray, copies: np.ndarray | None
-) -> GroupColumns[np.ndarray]:
-    """copies [C, 4] as in `Batch`; it may be empty."""
-    if copies is None or not len(copies):
-        return GroupColumns(slot_mapping, tables)
-    return GroupColumns(slot_mapping, tables, copies, int(copies[:, 3].max()))
+def cell_copies(cells: np.ndarray | None) -> tuple[np.ndarray | None, int]:
+    """cells [C, 4] as in `Batch`, and the most cells of a copy; None and 0 if there are none."""
+    return (None, 0) if cells is None or not len(cells) else (cells, int(cells[:, 3].max()))
 
 
 def prepare_decode(

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from nanovllm import doors
-from nanovllm.attention.backends import resolve_block_size, select
-from nanovllm.attention.base import cache_dtype
+from nanovllm.attention.backends import cache_dtype, resolve_block_size, select
 from nanovllm.batch import Batch, StepKind, StepSize, greedy
 from nanovllm.config import Config
 from nanovllm.device import Device, cpu_door, has_cpu_kernels

@@ -18,7 +18,7 @@ from moe_cases import Sizes, make_experts
 from tensors import BF16, F16, F32, FP8, randn
 from tiny_models import write_tiny_model
 
-from nanovllm.attention.base import cache_dtype
+from nanovllm.attention.backends import cache_dtype
 from nanovllm.attention.rotary import ROPES, RopeConfig, rope_table
 from nanovllm.batch import EMPTY_BATCH
 from nanovllm.cpu import isa
