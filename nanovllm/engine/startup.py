@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanovllm.attention.base import cache_dtype
+from nanovllm.attention.backends import cache_dtype
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
-from nanovllm.device import CPU_KV_CACHE_BYTES, Device, cpu_door
+from nanovllm.device import Device, cpu_door
+from nanovllm.device_memory import CPU_KV_CACHE_BYTES
 from nanovllm.doors import EXTRAS, TEXT, Table
 from nanovllm.errors import ModelLoadError
 from nanovllm.inputs import show
