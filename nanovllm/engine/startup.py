@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -181,9 +182,10 @@ def _add_template(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
 def make_processor(config: Config, path: Path, model_config: ModelConfig) -> Processor:
     """The processor with the model's tokenizer and its ends of answers. Errors as of `find_tokenizer`."""
     tokenizer, ends = find_tokenizer(config, path), model_config.eos_token_ids
-    values = tokenizer, model_config.vocab_size, ends, config.max_logprobs
-    is_parsed = config.reasoning_parser is not None or config.tool_parser is not None
-    processor = _TEXT["parsing"](config, *values) if is_parsed else Processor(*values)
+    make: Callable[..., Processor] = Processor
+    if config.reasoning_parser is not None or config.tool_parser is not None:
+        make = partial(_TEXT["parsing"], config)
+    processor = make(tokenizer, model_config.vocab_size, ends, config.max_logprobs)
     if not open_checkpoint(path).states_ends:
         processor.add_written_end()
     return processor
