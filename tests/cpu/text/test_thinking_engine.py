@@ -97,6 +97,17 @@ def test_stop_strings_count_behind_the_thinking(llm: LLM) -> None:
         assert (answer.finish_reason, answer.stop_reason) == ("stop", "the")
 
 
+def test_completions_of_a_prompt_have_ids_of_their_own(llm: LLM) -> None:
+    params = says(llm, f"hm</think>{CALL}", n=2, temperature=1)
+    [out] = llm.generate(["Hello<think>\n"], params, use_tqdm=False)
+    assert [answer.reasoning for answer in out.outputs] == ["hm", "hm"]
+    ids = [call["id"] for answer in out.outputs for call in answer.tool_calls or ()]
+    [again] = llm.generate(["Hello<think>\n"], params, use_tqdm=False)
+    assert len({*ids}) == 2 and ids == [
+        call["id"] for each in again.outputs for call in each.tool_calls or ()
+    ]
+
+
 @pytest.mark.parametrize("stop", [None, ["wörld"]])
 def test_a_stream_of_parts_is_the_whole(llm: LLM, stop: Any) -> None:
     answer = f"the world 日本語</think>\n\nHello the wörld\n{CALL}"
