@@ -157,6 +157,9 @@ def test_a_chat_switches_thinking(llm: LLM) -> None:
         [out] = llm.chat([USER], says(llm, "Hello"), use_tqdm=False, enable_thinking=on)
         assert out.prompt is not None and out.prompt.endswith(f"assistant\n{prompt}")
         assert (out.outputs[0].reasoning, out.outputs[0].text) == answer
+    llm.enqueue_chat([USER], says(llm, "Hello"), enable_thinking=False)
+    [out] = llm.wait_for_completion(use_tqdm=False)
+    assert (out.outputs[0].reasoning, out.outputs[0].text) == ("", "Hello")
     with pytest.raises(ValueError, match="reasoning_effort='low': the chat template reads no effort"):
         llm.chat([USER], reasoning_effort="low")
     with pytest.raises(ValueError, match=r"has enable_thinking=True \(bool\), and enable_thinking=False"):
