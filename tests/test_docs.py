@@ -57,7 +57,8 @@ DOCS = [
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "findings/README.md",
 ]
-DOORS_PAGES = [path for path in sorted(PACKAGE.glob("*/README.md")) if path.parent.name != "demo_model"]
+DOORS_PAGES = [path for path in sorted(PACKAGE.rglob("README.md")) if path.parent.name != "demo_model"]
+DESIGN = [ROOT / f"docs/{name}.md" for name in ("design", "prefixes", "sampling", "lifecycle", "adding")]
 README = DOCS[0].read_text()
 OPTIONS = (ROOT / "docs/options.md").read_text()
 FIELDS = {
@@ -134,7 +135,12 @@ def test_lines_are_short() -> None:
     assert not long
 
 
-@pytest.mark.parametrize("path", [*DOCS, *DOORS_PAGES], ids=lambda path: "/".join(path.parts[-2:]))
+def page(path: Path) -> str:
+    """Its id."""
+    return "/".join(path.parts[-2:])
+
+
+@pytest.mark.parametrize("path", [*DOCS, *DOORS_PAGES], ids=page)
 def test_files_that_are_named_exist(path: Path) -> None:
     """Paths start at the project's folder, at the package or, on a page of a door, at the door or its
     kernels; a file that does not exist yet is called new."""
@@ -146,18 +152,34 @@ def test_files_that_are_named_exist(path: Path) -> None:
         assert any((folder / name).exists() for folder in folders), name
 
 
-def test_names_of_the_code_exist_in_the_design() -> None:
+@pytest.fixture(scope="module")
+def words() -> set[str]:
+    """All words of the code."""
+    folders = [ROOT / folder for folder in ("nanovllm", "tools", "tests")]
+    files = [ROOT / "bench.py", *(file for folder in folders for file in folder.rglob("*.py"))]
+    return {word for file in files for word in re.findall(r"\w+", file.read_text())}
+
+
+@pytest.mark.parametrize("path", [*DESIGN, *DOORS_PAGES], ids=page)
+def test_names_of_the_code_exist_in_the_design(path: Path, words: set[str]) -> None:
     """A class, function or constant in backticks exists in the code."""
-    code = "\n".join(
-        file.read_text()
-        for folder in ("nanovllm", "tools", "tests")
-        for file in (ROOT / folder).rglob("*.py")
-    )
-    words = set(re.findall(r"\w+", code + (ROOT / "bench.py").read_text()))
-    text = re.sub(r"new `[^`]+`", "", (ROOT / "docs/design.md").read_text())
+    text = re.sub(r"new `[^`]+`", "", path.read_text())
     for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text):
         if not name.endswith((".py", ".md", ".svg")):
             assert set(name.split(".")) <= words, name
+
+
+def test_the_design_is_read_in_ten_minutes() -> None:
+    assert len((ROOT / "docs/design.md").read_text().split()) <= 2500
+
+
+def test_each_format_has_a_page() -> None:
+    """One screen, which the page of all formats names."""
+    formats = PACKAGE / "formats"
+    index = set(links((formats / "README.md").read_text()))
+    for folder in {path.parent for path in formats.glob("*/__init__.py")}:
+        assert f"{folder.name}/README.md" in index
+        assert len((folder / "README.md").read_text().splitlines()) <= 50
 
 
 def test_the_floors_of_the_design_are_those_that_are_checked() -> None:
@@ -169,7 +191,7 @@ def test_the_floors_of_the_design_are_those_that_are_checked() -> None:
     assert set(re.findall(r"^\| `(\w+)/` \|", text, re.M)) == DOORS
 
 
-@pytest.mark.parametrize("path", [*DOCS[1:], *(ROOT / "docs/log").glob("*.md")], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*DOCS[1:], *(ROOT / "docs/log").glob("*.md"), *DOORS_PAGES], ids=page)
 def test_links_lead_somewhere(path: Path) -> None:
     text = path.read_text()
     for target in links(text):

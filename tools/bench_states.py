@@ -1,8 +1,8 @@
 """Times the kernels of states on one GPU: a step's share of the memory bus, prompts in TFLOP/s, and a sweep.
 
-    python -m tools.bench_states                       # each operation as it is launched; a table at the end
-    python -m tools.bench_states --sweep               # many tiles; --output FILE has all of them
-    python -m tools.bench_states --step-tiles 32,4 64,4 --prefill-tiles 64,4,2,4 32,4,2,8
+    python -m tools.bench states                       # each operation as it is launched; a table at the end
+    python -m tools.bench states --sweep               # many tiles; --output FILE has all of them
+    python -m tools.bench states --step-tiles 32,4 64,4 --prefill-tiles 64,4,2,4 32,4,2,8
 
 Steps run inside a CUDA graph over several pools, so that no state is in the L2 cache. With the package
 flash-linear-attention installed its kernels are timed too.

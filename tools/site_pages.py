@@ -19,8 +19,8 @@ PAGES = {  # of the site, and their files
     "findings.md": "findings/README.md",
 }
 PAGES |= {
-    f"doors/{path.parent.name}.md": path.relative_to(ROOT).as_posix()
-    for path in sorted(ROOT.glob("nanovllm/*/README.md"))
+    f"doors/{path.parent.relative_to(ROOT / 'nanovllm').as_posix()}.md": path.relative_to(ROOT).as_posix()
+    for path in sorted(ROOT.glob("nanovllm/**/README.md"))
 }
 _LINK = re.compile(r"\[([^\]\n]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 _NAMED = re.compile(r"(?<![\[`])`([\w./-]+\.(?:md|ipynb))`(?![\]`])")

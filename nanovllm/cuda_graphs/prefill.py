@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ _WEIGHTS_TIMES_TOKENS = 5e11
 _STEPS = 3  # of a size run without a graph: its capture takes the host as long as about four steps
 _MOST_SIZES = 16  # that are captured; each takes some megabytes of the driver
 _FEWEST = 32  # tokens of the smallest size
+_FIRST_SLOTS = 2  # the place of cache slots among the inputs
 
 
 def most_tokens(model: DecoderForCausalLM, max_tokens: int) -> int:
@@ -84,11 +85,15 @@ class PrefillGraphs:
         self._model, self._device, self._pool = model, device, pool
         first = model.model.layers[:-1]
         self._layers = [each for each in first.modules() if isinstance(each, Attention)]
-        self._steps: Counter[int] = Counter()
+        self._groups = groups
+        self._steps: Counter[int] = Counter()  # that were launched, by size
         self.captured: dict[int, _Pieces | None] = {}  # by size; None: there was no memory
-        ints = partial(torch.zeros, self.most, device=device.torch)
-        self._token_ids, self._positions = ints(dtype=torch.int64), ints(dtype=torch.int32)
-        self._slots = [ints(dtype=torch.int32) for _ in range(groups)]
+
+    @cached_property
+    def _inputs(self) -> list[torch.Tensor]:
+        """What graphs read: token ids, positions, and the cache slots of each group."""
+        dtypes = torch.int64, torch.int32, *[torch.int32] * self._groups
+        return [torch.zeros(self.most, dtype=dtype, device=self._device.torch) for dtype in dtypes]
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata
@@ -98,42 +103,49 @@ class PrefillGraphs:
         if not 0 < tokens <= self.most or meta.halves is not None or meta.prefill is None:
             return None
         size = size_for(tokens, self.most)
-        slots = [meta.slot_mapping, *(other.slot_mapping for other in meta.others)]
-        mine, *others = (each[:size] for each in self._slots)
+        pieces = self.captured.get(size)
+        if pieces is None and not self._pays(size):
+            return None
+        static = [each[:size] for each in self._inputs]
+        given = [token_ids, positions, meta.slot_mapping, *(other.slot_mapping for other in meta.others)]
+        _, _, mine, *others = static
         padded = replace(
             meta,
             slot_mapping=mine,
             others=tuple(replace(a, slot_mapping=b) for a, b in zip(meta.others, others, strict=True)),
         )
-        step = Step(self._positions[:size], padded)
-        pieces = self.captured.get(size) or self._capture_if_it_pays(size, step.positions, padded)
+        if pieces is None:
+            pieces = self.captured[size] = self._capture_if_it_fits(static, padded)
         if pieces is None:
             return None
-        _fill(self._token_ids[:size], token_ids, 0)
-        _fill(step.positions, positions, 0)
-        for static, given in zip((mine, *others), slots, strict=True):
-            _fill(static, given, NO_SLOT)
-        metas = [padded.of_group(group) for group in range(len(slots))]
+        for place, (fixed, own) in enumerate(zip(static, given, strict=True)):
+            fixed[:tokens].copy_(own)
+            fixed[tokens:].fill_(0 if place < _FIRST_SLOTS else NO_SLOT)
+        metas = [padded.of_group(group) for group in range(self._groups)]
         for piece in pieces.pieces:
             piece.graph.replay()
             if piece.layer is not None and piece.q is not None:
                 piece.layer.attend_in_place(piece.q, metas[piece.layer.group])
-        step = step._replace(layer_inputs=pieces.layer_inputs)
-        return self._model.leave(pieces.stream, step, meta.wanted_rows)
+        return self._model.leave(
+            pieces.stream, Step(static[1], padded, pieces.layer_inputs), meta.wanted_rows
+        )
 
-    def _capture_if_it_pays(self, size: int, positions: torch.Tensor, meta: StepMetadata) -> _Pieces | None:
+    def _pays(self, size: int) -> bool:
+        """Whether to capture a size; counts its steps."""
         self._steps[size] += 1
-        if size in self.captured or self._steps[size] <= _STEPS or len(self.captured) >= _MOST_SIZES:
-            return None
-        for slots in self._slots:
-            slots.fill_(NO_SLOT)
+        return self._steps[size] > _STEPS and size not in self.captured and len(self.captured) < _MOST_SIZES
+
+    def _capture_if_it_fits(self, static: list[torch.Tensor], meta: StepMetadata) -> _Pieces | None:
+        token_ids, positions, *slots = static
+        for each in slots:
+            each.fill_(NO_SLOT)
         others = tuple(replace(other, copies=None) for other in meta.others)
         meta = replace(meta, copies=None, others=others)  # copies are launched
         context = copy_context()
         context.run(in_graph.set, True)
 
         def enter() -> tuple[Any, Step]:
-            return context.run(self._model.enter, self._token_ids[:size], positions, meta)
+            return context.run(self._model.enter, token_ids, positions, meta)
 
         # This run compiles kernels and creates library handles, which a capture must not do.
         self._device.reset_peak()
@@ -141,8 +153,7 @@ class PrefillGraphs:
             enter()
         need = self._device.peak_above_current()
         self._device.empty_cache()
-        self.captured[size] = self._capture(enter) if self._device.memory()[0] > 2 * need else None
-        return self.captured[size]
+        return self._capture(enter) if self._device.memory()[0] > 2 * need else None
 
     def _capture(self, enter: Callable[[], tuple[Any, Step]]) -> _Pieces:
         device = self._device.torch
@@ -218,8 +229,3 @@ class _Cut(AttentionBackend):
         q = q.contiguous()
         self._at(q)
         return q
-
-
-def _fill(static: torch.Tensor, given: torch.Tensor, neutral: int) -> None:
-    static[: len(given)].copy_(given)
-    static[len(given) :].fill_(neutral)

@@ -29,6 +29,6 @@ def unknown(what: str, kind: object, known: Mapping[K, V] | None = None) -> Valu
     """The error of code that has nothing for a kind."""
     listed = f"; known here: {', '.join(map(repr, known))}" if known else ""
     return ValueError(
-        f"no code here for the {what} {kind!r}{listed}; docs/design.md, 'To add something', names each place "
+        f"no code here for the {what} {kind!r}{listed}; docs/adding.md, 'Kinds', names each place "
         "that a new kind needs"
     )

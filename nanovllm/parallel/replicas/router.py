@@ -3,8 +3,8 @@
 Only counts numbers and hashes. Knows neither requests nor processes, and never keeps a replica idle.
 """
 
-# See "Routing" in docs/design.md. Each group of prompts goes to one replica, and is split only when nothing
-# else waits. Requests without a common prefix leave in the order of their arrival.
+# See "Routing" in parallel/README.md. Each group of prompts goes to one replica, and is split only when
+# nothing else waits. Requests without a common prefix leave in the order of their arrival.
 
 from __future__ import annotations
 

@@ -229,6 +229,6 @@ def test_no_message_advises_to_delete_answers_alone() -> None:
     readme = (ROOT / "README.md").read_text()
     for page in ((ROOT / "docs/jobs.md").read_text(), readme[readme.index("nanovllm run") :]):
         texts += re.split(r"\n\n|\n- |\n\|", page)
-    advice = re.compile(r"\b(delete|remove|erase|discard|throw away|start over|rm)\b", re.I)
+    advice = re.compile(r"\b(delete|remove|erase|discard|throw away|start over|(?<!-)rm)\b", re.I)
     for text in texts:
         assert not advice.search(text) or re.search(r"\bkeeps?\b", text), text

@@ -9,11 +9,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from nanovllm.plan.columns import SamplingTable
 
 from nanovllm.batch import map_columns
 from nanovllm.kernels.sampling import sample
-from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.sequence import SamplingTable, Sequence
 from nanovllm.sampling_params import SamplingParams
 
 TINY = float(np.finfo(np.float32).smallest_subnormal)
