@@ -255,3 +255,5 @@ def test_harmony_in_a_prompt() -> None:
         ("<|start|>assistant<|channel|>analysis<|message|>a<|end|><|start|>assistant", ("", "one")),
     ]:
         assert split(begun("openai_gptoss", prompt, TURNS), "one") == expected
+    plain = begun("openai_gptoss", "A letter to=functions.f", [])  # a prompt without messages
+    assert split(plain, "<|channel|>final<|message|>one") == ("", "one")

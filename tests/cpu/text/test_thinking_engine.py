@@ -255,6 +255,19 @@ def test_budgets_are_the_same_one_step_ahead_after_preemption_and_beside_other_r
     assert found == found[:1] * 4
 
 
+@pytest.mark.full
+def test_replicas_separate_as_one_engine_does(folder: Path) -> None:
+    params = SamplingParams(temperature=1, seed=1, max_tokens=12, ignore_eos=True, thinking_token_budget=4)
+    found = []
+    for count in (1, 2):
+        with LLM(folder, reasoning_parser="auto", data_parallel_size=count, **OPTIONS) as llm:
+            outputs = llm.generate(["Hello<think>\n"] * 4, params, use_tqdm=False)
+            parts = list(llm.stream(["Hello<think>\n"], params, deltas=True))
+            found.append([output.outputs for output in outputs])
+            assert "".join(part.outputs[0].reasoning or "" for part in parts) == found[0][0][0].reasoning
+    assert found[0] == found[1]
+
+
 def test_a_budget_with_room_runs_as_plain_steps_do(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows need a mask only where the thinking is closed."""
     masked: list[int] = []  # places of tokens that are drawn with a mask
