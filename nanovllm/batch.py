@@ -22,7 +22,7 @@ PADDING = -1  # in a table: no block, or no row
 
 # A value made of columns is a frozen dataclass over A, the type of its arrays. A field is a column, which is
 # `Annotated[A, Column(...)]`, another such value, a tuple of them, or plain data. The class has no slots,
-# because calling an alias such as `Filters` sets an attribute.
+# because calling an alias such as `SamplingTensors` sets an attribute.
 A = TypeVar("A")
 B = TypeVar("B")
 Columns = TypeVar("Columns")
@@ -108,20 +108,6 @@ class StepKind(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class FilterColumns(Generic[A]):
-    """The filters of S rows. The likeliest token is always kept."""
-
-    # How many to keep; of equal ones those with the lowest ids.
-    top_k: Annotated[
-        A, parameter(np.int32, 0, "a positive integer, or 0 or -1 to keep all tokens", lambda k: k >= -1)
-    ]
-    # Keep the fewest of which the sum reaches it.
-    top_p: Annotated[A, parameter(np.float32, 1, "in (0, 1]; 1 keeps all tokens", lambda p: 0 < p <= 1)]
-    # The least share of the likeliest token's probability.
-    min_p: Annotated[A, parameter(np.float32, 0, "in [0, 1]; 0 keeps all tokens", lambda p: 0 <= p <= 1)]
-
-
-@dataclass(frozen=True, eq=False)
 class SamplingColumns(Generic[A]):
     """The sampling parameters of S rows. A greedy row has only neutral values, except for its seed."""
 
@@ -130,17 +116,27 @@ class SamplingColumns(Generic[A]):
     ]
     seeds: Annotated[A, Column(np.int64, lambda n: (n.seqs,))]
     positions: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # of the token to draw
-    filters: FilterColumns[A]
+    # The filters; the likeliest token is always kept. top_k: how many to keep; of equal ones those with the
+    # lowest ids.
+    top_k: Annotated[
+        A, parameter(np.int32, 0, "a positive integer, or 0 or -1 to keep all tokens", lambda k: k >= -1)
+    ]
+    # Keep the fewest of which the sum reaches it.
+    top_p: Annotated[A, parameter(np.float32, 1, "in (0, 1]; 1 keeps all tokens", lambda p: 0 < p <= 1)]
+    # The least share of the likeliest token's probability.
+    min_p: Annotated[A, parameter(np.float32, 0, "in [0, 1]; 0 keeps all tokens", lambda p: 0 <= p <= 1)]
 
     @property
     def has_filters(self) -> bool:
         """Whether any row uses a filter. Only on the host."""
-        return any((getattr(self.filters, name) != column.neutral).any() for name, column in FILTERS.items())
+        return any((getattr(self, name) != column.neutral).any() for name, column in FILTERS.items())
 
 
 # The fields of `SamplingParams` that are columns of each step, by name.
-FILTERS = {name: column for name, [column] in _fields(FilterColumns).items()}
-SAMPLING_PARAMETERS = {"temperature": _fields(SamplingColumns)["temperature"][0]} | FILTERS
+SAMPLING_PARAMETERS = {
+    name: column for name, [column] in _fields(SamplingColumns).items() if name not in ("seeds", "positions")
+}
+FILTERS = {name: column for name, column in SAMPLING_PARAMETERS.items() if name != "temperature"}
 
 
 PENALTIES = {  # by their fields of `SamplingParams`
@@ -222,7 +218,7 @@ def greedy(num_rows: int) -> SamplingColumns[np.ndarray]:
     """The sampling columns of greedy rows at position 0."""
     own = {name: np.full(num_rows, each.neutral, each.dtype) for name, each in SAMPLING_PARAMETERS.items()}
     seeds, positions = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
-    return SamplingColumns(own.pop("temperature"), seeds, positions, FilterColumns(**own))
+    return SamplingColumns(own["temperature"], seeds, positions, *[own[name] for name in FILTERS])
 
 
 _NOTHING = np.empty(0, np.int32)

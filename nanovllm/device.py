@@ -1,14 +1,11 @@
-"""Device: the one place that knows whether tensors live on a GPU. Makes all torch.cuda calls outside kernels
-and graphs.
+"""Device: the one place that knows whether tensors live on a GPU. With its memory, `device_memory.py`, it
+makes all torch.cuda calls outside kernels and graphs.
 
 Decides nothing at import time. Keeps the device itself, and what the door of CPUs answers once.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -19,11 +16,7 @@ import numpy as np
 import torch
 
 from nanovllm import doors
-
-CPU_KV_CACHE_BYTES = 4 * 2**30  # maximum KV cache on a CPU; also at most half of the free memory
-SPARE_BYTES = (
-    5 * 2**29
-)  # of a GPU, or a sixteenth of it: for CUDA graphs and kernels, which follow the KV cache
+from nanovllm.device_memory import DeviceMemory
 
 
 @cache
@@ -52,7 +45,7 @@ def has_cpu_kernels() -> bool:
     return answer
 
 
-class Device:
+class Device(DeviceMemory):
     """A torch device, with the operations that the engine needs."""
 
     def __init__(self, spec: str = "auto") -> None:
@@ -113,64 +106,6 @@ class Device:
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch)
-
-    def release_memory(self) -> None:
-        """Collect garbage, then return unused memory to the driver."""
-        gc.collect()
-        self.empty_cache()
-
-    def empty_cache(self) -> None:
-        """Return memory that no tensor uses to the driver, or on a CPU to the system."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.torch)
-            torch.cuda.empty_cache()
-        elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-            trim(0)  # glibc keeps holes of the heap, where large tensors may have been
-
-    def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device, or of the host's memory on a CPU; other processes count."""
-        if self.is_cuda:
-            return torch.cuda.mem_get_info(self.torch)
-        try:
-            page, total = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
-            return page * os.sysconf("SC_AVPHYS_PAGES"), page * total
-        except (AttributeError, ValueError):  # not Linux: assume room for the full KV cache budget
-            return 2 * CPU_KV_CACHE_BYTES, 2 * CPU_KV_CACHE_BYTES
-
-    def power(self) -> float:
-        """The power draw of a GPU in watts, from NVML; ModuleNotFoundError without nvidia-ml-py."""
-        return torch.cuda.power_draw(self.torch) / 1e3
-
-    def memory_in_use(self) -> int:
-        """Bytes of a GPU in use by all processes, from NVML like `power`."""
-        return torch.cuda.device_memory_used(self.torch)
-
-    def reset_peak(self) -> None:
-        if self.is_cuda:
-            torch.cuda.reset_peak_memory_stats(self.torch)
-
-    def tensor_bytes(self) -> int:
-        """Bytes of this process's tensors on a GPU; 0 on a CPU."""
-        return torch.cuda.memory_allocated(self.torch) if self.is_cuda else 0
-
-    def peak_above_current(self) -> int:
-        """Peak bytes of tensors since `reset_peak` minus their current bytes; 0 on a CPU."""
-        if not self.is_cuda:
-            return 0
-        return torch.cuda.max_memory_allocated(self.torch) - torch.cuda.memory_allocated(self.torch)
-
-    def kv_cache_budget(self, utilization: float, held: int, reserve: int) -> tuple[int, int]:
-        """Bytes that the KV cache may take, and bytes of the engine's share that are not free.
-
-        On a GPU the share is `utilization` of the device, minus the `held` bytes of the engine's own tensors
-        and `reserve` for activations. Other processes count only in what is free.
-        """
-        free, total = self.memory()
-        if not self.is_cuda:
-            return min(CPU_KV_CACHE_BYTES, free // 2), 0
-        share = int(total * utilization) - held - reserve
-        budget = min(share, free - reserve - min(SPARE_BYTES, total // 16))
-        return budget, share - budget
 
     def ranks(self, count: int, replicas: int = 1) -> list[str]:
         """The devices of `count` tensor-parallel ranks of each replica: consecutive GPUs from this one on, or

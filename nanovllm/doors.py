@@ -90,6 +90,8 @@ CHECKPOINTS = {
     "gguf": "formats.gguf.checkpoint:GGUFCheckpoint",
     "safetensors": "formats.safetensors.checkpoint:SafetensorsCheckpoint",
 }
+# What fills weights by the option `load_format`; "auto" reads a checkpoint.
+LOAD_FORMATS = {"dummy": "formats.dummy:init_dummy_weights"}
 # What makes a `QuantConfig` of config.json's quantization_config, by its `quant_method`.
 QUANTIZATIONS = {
     "fp8": "formats.fp8.method:Fp8Config.of",

@@ -57,7 +57,7 @@ class CheckedLLM(inside.AroundSteps, LLM):
         return stepped
 
     def finished(self, step: Any) -> None:
-        self.batches.append(step.batch)
+        self.batches.append(step[0])
 
     @property
     def num_free_blocks(self) -> int:

@@ -21,9 +21,9 @@ from nanovllm.batch import LAST_SAMPLED, Batch, StepOutput
 from nanovllm.config import Config
 from nanovllm.extras.columns import NO_LOGPROBS
 from nanovllm.extras.planned import SequenceExtras
-from nanovllm.kv_group import ONE_GROUP, KVGroup, Room
+from nanovllm.kv_group import ONE_GROUP, KVGroup
 from nanovllm.plan.scheduler import Scheduler
-from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.sequence import Room, Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.windows.policy import Window
 

@@ -81,7 +81,7 @@ def check_filters_keep_all_that_they_should(sampler: Sampler, vocab: int, draws:
             own = filters_of(size, device, **columns)
             seeds = torch.full((size,), 77, device=device)
             column = torch.full((size,), temperature, device=device)
-            ids = sampler(base.float().expand(size, -1).contiguous(), column, seeds, positions, own)
+            ids = sampler(base.float().expand(size, -1).contiguous(), column, seeds, positions, *own)
             kept = sorted(kept_by_sorting(base, temperature, *case))
             observed = torch.bincount(ids, minlength=vocab).double()
             assert not observed.index_fill(0, torch.tensor(kept, device=device), 0).any(), case

@@ -19,7 +19,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import load_weights
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import WeightOptions
+from nanovllm.quantization.shards import WeightOptions
 from tools.write_fp8 import SCALES
 
 Tensors = dict[str, torch.Tensor]

@@ -15,10 +15,9 @@ import torch
 from tensors import BF16, F32, randn
 
 from nanovllm.batch import FILTERS as FILTER_COLUMNS
-from nanovllm.batch import LAST_SAMPLED, NO_SLOT, NOT_FINITE, rows_of
+from nanovllm.batch import LAST_SAMPLED, NO_SLOT, NOT_FINITE
 from nanovllm.kernels import sampling
 from nanovllm.kernels.compat import jit, tl
-from nanovllm.kernels.filters import Filters
 from nanovllm.kernels.last_tokens import (
     keep_tokens_reference,
     keep_tokens_triton,
@@ -53,6 +52,15 @@ FILTERS = (
 )
 
 
+Filters = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # top_k, top_p and min_p
+
+
+def filters_at(filters: Filters, rows: Any) -> Filters:
+    """Some rows of the filters."""
+    top_k, top_p, min_p = filters
+    return top_k[rows], top_p[rows], min_p[rows]
+
+
 @dataclass(frozen=True)
 class Rows:
     """The columns of a sampling call in addition to its logits."""
@@ -64,7 +72,7 @@ class Rows:
     def pick(self, index: torch.Tensor | slice, filters: Filters | None = None) -> tuple[Any, ...]:
         """Some rows as a sampler takes them, with filters of these rows; None: neutral ones."""
         own = self.temperature[index], self.seeds[index], self.positions[index]
-        return *own, filters or filters_of(len(own[0]), str(own[0].device))
+        return *own, *(filters or filters_of(len(own[0]), str(own[0].device)))
 
 
 def make_rows(count: int, device: str, temperatures: Sequence[float] = TEMPERATURES) -> Rows:
@@ -89,7 +97,8 @@ def filters_of(count: int, device: str, **given: Sequence[float]) -> Filters:
         values = np.array(given.get(name, [neutral] * count), dtype)
         return torch.from_numpy(values).to(device)
 
-    return Filters(*map(column, FILTER_COLUMNS))
+    top_k, top_p, min_p = map(column, FILTER_COLUMNS)
+    return top_k, top_p, min_p
 
 
 def assert_drawn(part: torch.Tensor, sums: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> None:
@@ -139,7 +148,7 @@ def check_sampling_rows_are_independent(count: int, vocab: int, device: str, fil
     spoilt[bad, vocab // 2] = math.nan
 
     def draw(sampler: Sampler, logits: torch.Tensor, index: torch.Tensor | slice) -> torch.Tensor:
-        own = rows_of(of_all, index) if filters else None
+        own = filters_at(of_all, index) if filters else None
         return sampler(logits[index], *rows.pick(index, own))
 
     for sampler in SAMPLERS:
@@ -215,10 +224,10 @@ def check_exchanged_rows(vocab: int, size: int, count: int, dtype: torch.dtype, 
         )
         ids = torch.zeros(rows_now, dtype=torch.int64, device=device)
         for rank, (mine, part) in zip(ranks, whole, strict=True):
-            drawn = sample_triton(part, *rows.pick(mine, rows_of(filters, mine)))
+            drawn = sample_triton(part, *rows.pick(mine, filters_at(filters, mine)))
             ids += rank.join(drawn, mine, rows_now) + 1
         first = slice(rows_now)
-        expected = sample_triton(logits[first], *rows.pick(first, rows_of(filters, first)))
+        expected = sample_triton(logits[first], *rows.pick(first, filters_at(filters, first)))
         assert torch.equal(ids - 1, expected)
     assert rows_now == 1 or (expected[1:4] == -1).all()
 

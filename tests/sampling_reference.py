@@ -146,7 +146,7 @@ class Reference:
         filters = filters_of(1, "cpu", **columns)
         temperature, seed = torch.tensor([params.temperature]), torch.tensor([params.seed])
         positions = torch.tensor([position], dtype=torch.int32)
-        return int(sample_reference(x, temperature, seed, positions, filters))
+        return int(sample_reference(x, temperature, seed, positions, *filters))
 
 
 def check_token(shown: dict[int, Logprob], token_id: int, values: torch.Tensor, asked: int) -> None:

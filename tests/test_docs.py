@@ -24,7 +24,8 @@ from nanovllm import LLM, demo_model_path
 from nanovllm.chat.templates import Limits
 from nanovllm.checks import MAX_TEXTS
 from nanovllm.config import Config
-from nanovllm.device import CPU_KV_CACHE_BYTES, SPARE_BYTES, Device
+from nanovllm.device import Device
+from nanovllm.device_memory import CPU_KV_CACHE_BYTES, SPARE_BYTES
 from nanovllm.engine.startup import TABLE_BYTES
 from nanovllm.extras import structured_outputs
 from nanovllm.extras.structured_outputs import MAX_CHARS, MAX_CHOICES

@@ -44,7 +44,8 @@ from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import in_graph
 from nanovllm.moe.kernels.grouped_matmul import choose_experts, experts_triton
 from nanovllm.moe.kernels.routing import route_triton
-from nanovllm.quantization.base import Gated, LinearMethod, Normed, Product, WeightOptions
+from nanovllm.quantization.base import Gated, LinearMethod, Normed, Product
+from nanovllm.quantization.shards import WeightOptions
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 
 GPU = torch.device("cuda", 0)

@@ -114,12 +114,12 @@ def main() -> None:
             parts.timed(llm, "_check", "check")
             parts.timed(llm, "_add", "add")
             parts.timed(
-                core, "_plan", lambda step: "plan " + (step.batch.kind.name.lower() if step else "nothing")
+                core, "_plan", lambda step: "plan " + (step[0].kind.name.lower() if step else "nothing")
             )
             parts.timed(core.ranks, "run", "launch")
             parts.timed(core.scheduler, "postprocess", "postprocess")
             parts.timed(core, "_finished", "outputs")
-            parts.timed(llm, "_counted", "counted")
+            parts.timed(llm, "_noted", "noted")
         runs: list[dict[str, float]] = []
         profile = cProfile.Profile()
         for turn in range(args.repeat + 1):

@@ -16,9 +16,8 @@ import numpy as np
 
 from nanovllm.batch import StepKind, StepOutput
 from nanovllm.config import Config
-from nanovllm.kv_group import Room
 from nanovllm.plan.scheduler import Scheduler
-from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.sequence import Room, Sequence
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -24,7 +24,7 @@ from nanovllm.states.kernels import causal_conv as conv
 from nanovllm.states.kernels.causal_conv import causal_conv_step_triton, causal_conv_triton
 from nanovllm.states.kernels.delta_heads import DeltaHeads, Gates
 from nanovllm.states.kernels.delta_prefill import PREFILL_TILES, PrefillTiles, delta_prefill_triton
-from nanovllm.states.kernels.delta_step import STEP_TILE, StepTile, delta_step_triton
+from nanovllm.states.kernels.delta_step import STEP_TILE, TokenTile, delta_step_triton
 from nanovllm.states.kernels.gated_norm import gated_norm_triton
 from nanovllm.states.kernels.packed import Packed, pack
 
@@ -33,7 +33,7 @@ STEP_ROWS = (16, 128, 256)
 PROMPTS = {"16,384 tokens, 1 row": [16384], "16,384 tokens, 64 rows": [256] * 64}
 PROMPTS["16,384 tokens, 1 of 8,192, 64 of 128"] = [8192, *[128] * 64]
 BUS = {"H200": 4.8e12, "H100": 3.35e12}  # bytes per second, as NVIDIA states them
-STEP_SWEEP = [StepTile(*each) for each in product((16, 32, 64, 128), (1, 2, 4, 8))]
+STEP_SWEEP = [TokenTile(*each) for each in product((16, 32, 64, 128), (1, 2, 4, 8))]
 PREFILL_SWEEP = [PrefillTiles(*each, 4, 168) for each in product((16, 32, 64, 128), (4, 8), (1, 2, 3))]
 FIRST_SWEEP = [(4, None), (4, 128), (8, None), (8, 128), (8, 80)]  # warps and registers
 PREFILL_SWEEP += [PrefillTiles(64, 4, 2, *each) for each in FIRST_SWEEP]
@@ -105,7 +105,7 @@ def copy_speed() -> float:
 
 
 def step_calls(
-    heads: DeltaHeads, rows: int, tile: StepTile, pool_dtype: torch.dtype
+    heads: DeltaHeads, rows: int, tile: TokenTile, pool_dtype: torch.dtype
 ) -> list[Callable[[], Any]]:
     """Layers whose states take a GiB together."""
     inputs = Inputs.random(heads, rows)
@@ -120,7 +120,7 @@ def step_calls(
     ]
 
 
-def bench_step(name: str, tiles: Sequence[StepTile], log: TextIO) -> None:
+def bench_step(name: str, tiles: Sequence[TokenTile], log: TextIO) -> None:
     heads = MODELS[name]
     for rows, pool_dtype in product(STEP_ROWS, (torch.float32, torch.bfloat16)):
         found = {}
@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--only", choices=("step", "prefill", "others"), help="one of the three parts")
     args = parser.parse_args()
-    steps = [StepTile(*map(int, each.split(","))) for each in args.step_tiles]
+    steps = [TokenTile(*map(int, each.split(","))) for each in args.step_tiles]
     prefills = [PrefillTiles(*map(int, each.split(","))) for each in args.prefill_tiles]
     steps = [STEP_TILE, *steps, *(STEP_SWEEP if args.sweep else ())]
     prefills = [PREFILL_TILES, *prefills, *(PREFILL_SWEEP if args.sweep else ())]

@@ -28,7 +28,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config, open_checkpoint
 from nanovllm.models.weights import WeightChecker, unpacked
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import WeightOptions
+from nanovllm.quantization.shards import WeightOptions
 
 SCALES = {"channel": Stored.ROWS, "tensor": Stored.TENSOR, "block": Stored.BLOCKS}
 _LINEAR = re.compile(r"(.*\.)?(layers\.\d+\..*|per_layer_model_projection)\.weight")

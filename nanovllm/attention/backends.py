@@ -24,6 +24,7 @@ from nanovllm.kernels.decode_attention import (
     paged_decode_attention_triton,
     shared_unit,
 )
+from nanovllm.kernels.kinds import Kinds
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton
 
@@ -31,6 +32,11 @@ logger = logging.getLogger("nanovllm")
 
 
 FEATURES = ("window", "softcap", "sinks", "kv_from")  # fields of AttentionSpec that a backend may not support
+
+
+def cache_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the KV cache by the option `kv_cache_dtype`, in a model of `dtype`."""
+    return Kinds("kv_cache_dtype", {"auto": dtype, "fp8": torch.float8_e4m3fn})[option]
 
 
 class AttentionBackend(ABC):

@@ -13,13 +13,7 @@ import torch
 
 from nanovllm.attention.rotary import RopeConfig
 from nanovllm.batch import NO_SLOT, PADDING, A, Column
-from nanovllm.kernels.kinds import Kinds
 from nanovllm.kernels.paged import PLAIN, Variant
-
-
-def cache_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the KV cache by the option `kv_cache_dtype`, in a model of `dtype`."""
-    return Kinds("kv_cache_dtype", {"auto": dtype, "fp8": torch.float8_e4m3fn})[option]
 
 
 @dataclass(frozen=True)
@@ -88,20 +82,13 @@ class SharedPrefixes(Generic[A]):
 
 
 @dataclass(frozen=True, eq=False)
-class CellCopies(Generic[A]):
-    """Cached keys and values that each layer copies before it attends, as in `Batch.copies`."""
-
-    cells: Annotated[A, Column(np.int32, lambda n: (n.copies, 4))]
-    longest: int  # the most cells of a copy
-
-
-@dataclass(frozen=True, eq=False)
 class GroupColumns(Generic[A]):
     """What the layers of a further `KVGroup` have of their own in `AttentionColumns`."""
 
     slot_mapping: Annotated[A, Column(np.int32, lambda n: (n.tokens,), NO_SLOT)]
     block_tables: Annotated[A, Column(np.int32, lambda n: (n.seqs, n.blocks), PADDING)]
-    copies: CellCopies[A] | None = None
+    copies: Annotated[A, Column(np.int32, lambda n: (n.copies, 4))] | None = None
+    longest_copy: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +105,10 @@ class AttentionColumns(Generic[A]):
     max_seqlen_k: int  # an upper bound of the context lengths
     prefill: PrefillRanges[A] | None = None  # None: decode, one new token for each sequence
     shared: SharedPrefixes[A] | None = None  # only in decode
-    copies: CellCopies[A] | None = None  # only in prefill; None: no prompt parts from another within a block
+    # Only in prefill: cached keys and values that each layer copies before it attends, as in `Batch.copies`.
+    # None: no prompt parts from another within a block.
+    copies: Annotated[A, Column(np.int32, lambda n: (n.copies, 4))] | None = None
+    longest_copy: int = 0  # the most cells of a copy
     others: tuple[GroupColumns[A], ...] = ()  # of the groups after the first
 
     def of_group(self, group: int) -> AttentionColumns[A]:
@@ -133,17 +123,8 @@ class AttentionColumns(Generic[A]):
             self.max_seqlen_k,
             self.prefill,
             copies=own.copies,
+            longest_copy=own.longest_copy,
         )
 
 
-@dataclass(frozen=True, eq=False)
-class StepColumns(AttentionColumns[A]):
-    """The attention columns of a whole step, plus the columns that the model needs."""
-
-    # The tokens whose hidden states are needed, ascending; None: all.
-    wanted_rows: Annotated[A, Column(np.int32, lambda n: (n.tokens,))] | None = None
-    halves: tuple[AttentionColumns[A], AttentionColumns[A]] | None = None  # the same tokens in two parts
-
-
 AttentionMetadata = AttentionColumns[torch.Tensor]
-StepMetadata = StepColumns[torch.Tensor]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from nanovllm.cpu import isa
 from nanovllm.cpu.packed import PackedLinearMethod, can_pack
-from nanovllm.quantization.base import Kind, LinearMethod, WeightOptions
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.base import Kind, LinearMethod
+from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 
 # oneDNN's product, a private operator of torch, which calls it for other dtypes and in compiled code. For

@@ -22,9 +22,9 @@ from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ExpertsMethod, ExpertWeights
-from nanovllm.quantization.base import Kind, LinearMethod, Normed, WeightOptions
+from nanovllm.quantization.base import Kind, LinearMethod, Normed
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 
 ROUNDED = f"the activations that they multiply are rounded to 8 bits, {GROUP // 2} values with a scale"
 _ROUTERS = ("gate", "shared_expert_gate")

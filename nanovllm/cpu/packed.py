@@ -13,8 +13,8 @@ from torch import nn
 
 from nanovllm.cpu import isa
 from nanovllm.kernels.compat import cpu_kernel
-from nanovllm.quantization.base import LinearMethod, WeightOptions
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.base import LinearMethod
+from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.attention.backends import AttentionBackend
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec, StepMetadata
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec
 from nanovllm.batch import NO_SLOT
 from nanovllm.device import Device
 from nanovllm.kernels.compat import in_graph, next_power_of_2
@@ -95,12 +95,10 @@ class PrefillGraphs:
         dtypes = torch.int64, torch.int32, *[torch.int32] * self._groups
         return [torch.zeros(self.most, dtype=dtype, device=self._device.torch) for dtype in dtypes]
 
-    def run(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata
-    ) -> torch.Tensor | None:
+    def run(self, token_ids: torch.Tensor, step: Step, wanted: torch.Tensor | None) -> torch.Tensor | None:
         """As the model; None if this step is not captured, or cannot be."""
-        tokens = len(token_ids)
-        if not 0 < tokens <= self.most or meta.halves is not None or meta.prefill is None:
+        tokens, meta, positions = len(token_ids), step.meta, step.positions
+        if not 0 < tokens <= self.most or step.halves is not None or meta.prefill is None:
             return None
         size = size_for(tokens, self.most)
         pieces = self.captured.get(size)
@@ -114,8 +112,9 @@ class PrefillGraphs:
             slot_mapping=mine,
             others=tuple(replace(a, slot_mapping=b) for a, b in zip(meta.others, others, strict=True)),
         )
+        step = Step(static[1], padded)
         if pieces is None:
-            pieces = self.captured[size] = self._capture_if_it_fits(static, padded)
+            pieces = self.captured[size] = self._capture_if_it_fits(static, step)
         if pieces is None:
             return None
         for place, (fixed, own) in enumerate(zip(static, given, strict=True)):
@@ -126,26 +125,24 @@ class PrefillGraphs:
             piece.graph.replay()
             if piece.layer is not None and piece.q is not None:
                 piece.layer.attend_in_place(piece.q, metas[piece.layer.group])
-        return self._model.leave(
-            pieces.stream, Step(static[1], padded, pieces.layer_inputs), meta.wanted_rows
-        )
+        return self._model.leave(pieces.stream, step._replace(layer_inputs=pieces.layer_inputs), wanted)
 
     def _pays(self, size: int) -> bool:
         """Whether to capture a size; counts its steps."""
         self._steps[size] += 1
         return self._steps[size] > _STEPS and size not in self.captured and len(self.captured) < _MOST_SIZES
 
-    def _capture_if_it_fits(self, static: list[torch.Tensor], meta: StepMetadata) -> _Pieces | None:
-        token_ids, positions, *slots = static
+    def _capture_if_it_fits(self, static: list[torch.Tensor], step: Step) -> _Pieces | None:
+        token_ids, _, *slots = static
         for each in slots:
             each.fill_(NO_SLOT)
-        others = tuple(replace(other, copies=None) for other in meta.others)
-        meta = replace(meta, copies=None, others=others)  # copies are launched
+        others = tuple(replace(other, copies=None) for other in step.meta.others)
+        step = step._replace(meta=replace(step.meta, copies=None, others=others))  # copies are launched
         context = copy_context()
         context.run(in_graph.set, True)
 
         def enter() -> tuple[Any, Step]:
-            return context.run(self._model.enter, token_ids, positions, meta)
+            return context.run(self._model.enter, token_ids, step)
 
         # This run compiles kernels and creates library handles, which a capture must not do.
         self._device.reset_peak()

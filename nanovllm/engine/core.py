@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from time import perf_counter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeAlias
 
 from nanovllm.answers import RequestOutput
 from nanovllm.batch import Batch, StepKind, TokenEvents
@@ -18,23 +18,18 @@ from nanovllm.device import Device
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
 from nanovllm.engine.stats import Load, StepStats, pairs_of
-from nanovllm.kv_group import Room
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.plan.scheduler import Scheduler
+from nanovllm.plan.sequence import Room
 from nanovllm.runner.inputs import PendingOutput
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.ranks import RankSetup
 from nanovllm.runner.start import start_ranks
 from nanovllm.text.prompts import Request
 
-
-class _LaunchedStep(NamedTuple):
-    """A step that was launched and not read yet."""
-
-    batch: Batch
-    num_cached_tokens: int
-    num_preemptions: int
-    handle: PendingOutput | None  # None: its tokens are not drawn yet
+# A step that was launched and not read yet: its batch, its `num_cached_tokens` and `num_preemptions`, and its
+# output; None: its tokens are not drawn yet.
+_Launched: TypeAlias = "tuple[Batch, int, int, PendingOutput | None]"
 
 
 class Core:
@@ -69,7 +64,7 @@ class Core:
             deque()
         )  # without sequences yet; perf_counter at arrival
         self._num_arrived = 0  # sequences that these will have
-        self._in_flight: _LaunchedStep | None = None
+        self._in_flight: _Launched | None = None
         self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came
         self._peak_usage = 0.0
 
@@ -138,15 +133,16 @@ class Core:
         with held_interrupts(), self._device.current():
             launched = self._plan()
             if launched is not None:
-                launched = launched._replace(handle=self.ranks.run(ModelRunner.launch, launched.batch))
+                launched = *launched[:3], self.ranks.run(ModelRunner.launch, launched[0])
             self._peak_usage = max(self._peak_usage, self.scheduler.block_manager.usage)
             step = self._in_flight if self._run_ahead else self._drawn(launched)
             if step is not None:
-                assert step.handle is not None
+                batch, _, _, handle = step
+                assert handle is not None
                 with self.ranks.kill_on_error("a step"):
-                    output = step.handle.result()
+                    output = handle.result()
                 now = perf_counter()
-                events = self.scheduler.postprocess(step.batch, output)
+                events = self.scheduler.postprocess(batch, output)
             if self._run_ahead:
                 self._in_flight = self._drawn(launched)
             if step is None:
@@ -156,7 +152,7 @@ class Core:
     def share(self, stats: StepStats) -> StepStats:
         return stats
 
-    def _plan(self) -> _LaunchedStep | None:
+    def _plan(self) -> _Launched | None:
         """Plan the next step, which must be launched then; None if nothing can be planned."""
         self._queue(self._config.max_num_seqs)  # a step admits no more
         blocks = self.scheduler.block_manager
@@ -168,21 +164,22 @@ class Core:
         if batch.kind is StepKind.PREFILL:
             self.requests.scheduled(batch, perf_counter())
         cached, preempted = blocks.num_cached_tokens - cached, self.scheduler.num_preemptions - preempted
-        return _LaunchedStep(batch, cached, preempted, None)
+        return batch, cached, preempted, None
 
-    def _drawn(self, step: _LaunchedStep | None) -> _LaunchedStep | None:
+    def _drawn(self, step: _Launched | None) -> _Launched | None:
         """Let a launched step draw its tokens, if it has not; all previous tokens are known now."""
-        if step is None or step.handle is not None:
+        if step is None or step[3] is not None:
             return step
-        masks = self.scheduler.masks(step.batch, self.runner.mask_buffer)
-        return step._replace(handle=self.ranks.run(ModelRunner.draw, masks))
+        masks = self.scheduler.masks(step[0], self.runner.mask_buffer)
+        return *step[:3], self.ranks.run(ModelRunner.draw, masks)
 
     def _finished(
-        self, step: _LaunchedStep, events: TokenEvents, now: float
+        self, step: _Launched, events: TokenEvents, now: float
     ) -> tuple[list[RequestOutput], StepStats]:
         """What a step gave that was read at `now`."""
+        batch, num_cached_tokens, num_preemptions, _ = step
         seconds, self._last_end = now - self._last_end, now
-        if step.batch.kind is StepKind.PREFILL:
+        if batch.kind is StepKind.PREFILL:
             self.requests.first_tokens(events, now)
         stopped = self.requests.find_stop_strings(events)
         for seq_id, reason in stopped.items():
@@ -190,18 +187,18 @@ class Core:
         ended = events.finish_reasons | stopped
         outputs = self.requests.finish(ended, now)
         stats = StepStats(
-            kind=step.batch.kind,
-            num_seqs=len(step.batch.seq_ids),
-            num_new_tokens=len(step.batch.token_ids),
-            num_attention_pairs=pairs_of(step.batch),
+            kind=batch.kind,
+            num_seqs=len(batch.seq_ids),
+            num_new_tokens=len(batch.token_ids),
+            num_attention_pairs=pairs_of(batch),
             seconds=seconds,
             num_drawn_tokens=len(events.token_ids),
-            num_cached_tokens=step.num_cached_tokens,
+            num_cached_tokens=num_cached_tokens,
             num_finished=len(outputs),
             num_running=self._num_running,
             num_waiting=self._num_waiting,
             kv_cache_usage=self.scheduler.block_manager.usage,
-            num_preemptions=step.num_preemptions,
+            num_preemptions=num_preemptions,
         )
         return self.requests.yielded(events, ended, outputs), stats
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from nanovllm.answers import RequestOutput
 from nanovllm.engine.stats import Load, StepStats
-from nanovllm.kv_group import Room
+from nanovllm.plan.sequence import Room
 from nanovllm.text.prompts import Request
 
 

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanovllm.attention.base import cache_dtype
+from nanovllm.attention.backends import cache_dtype
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
-from nanovllm.device import CPU_KV_CACHE_BYTES, Device, cpu_door
+from nanovllm.device import Device, cpu_door
+from nanovllm.device_memory import CPU_KV_CACHE_BYTES
 from nanovllm.doors import EXTRAS, TEXT, Table
 from nanovllm.errors import ModelLoadError
 from nanovllm.inputs import show
@@ -180,9 +182,10 @@ def _add_template(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
 def make_processor(config: Config, path: Path, model_config: ModelConfig) -> Processor:
     """The processor with the model's tokenizer and its ends of answers. Errors as of `find_tokenizer`."""
     tokenizer, ends = find_tokenizer(config, path), model_config.eos_token_ids
-    values = tokenizer, model_config.vocab_size, ends, config.max_logprobs
-    is_parsed = config.reasoning_parser is not None or config.tool_parser is not None
-    processor = _TEXT["parsing"](config, *values) if is_parsed else Processor(*values)
+    make: Callable[..., Processor] = Processor
+    if config.reasoning_parser is not None or config.tool_parser is not None:
+        make = partial(_TEXT["parsing"], config)
+    processor = make(tokenizer, model_config.vocab_size, ends, config.max_logprobs)
     if not open_checkpoint(path).states_ends:
         processor.add_written_end()
     return processor

@@ -112,8 +112,7 @@ class ExtrasEnding:
             if extras.num_logprobs != NO_LOGPROBS:
                 logprob_logits = raw
                 if self._mode.startswith("processed"):
-                    filters = params.filters if batch.sampling.has_filters else None
-                    logprob_logits = filtered_logits(x, params.temperature, filters)
+                    logprob_logits = filtered_logits(x, params, batch.sampling.has_filters)
                 asked = None if extras.asked_ids is None else self._device.send(extras.asked_ids[rows])
                 logprobs.append(self._logprobs(logprob_logits, ids, extras.num_logprobs, asked))
         own = torch.cat(token_ids) if token_ids else hidden.new_empty(0, dtype=torch.int64)

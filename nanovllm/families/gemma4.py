@@ -31,10 +31,10 @@ from nanovllm.layers.stream import AnyStream, NoNorm, RMSNorm, Step, Stream
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import FULL, SLIDING, HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
-from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.names import FileNames
-from nanovllm.quantization.shards import WeightShard
+from nanovllm.quantization.shards import WeightOptions, WeightShard
 
 _IN_WHOLE = ("model.language_model.", "model.", "language_model.model.")  # where files have the decoder
 

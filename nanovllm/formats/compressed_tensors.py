@@ -14,8 +14,9 @@ from nanovllm.formats.fp8.kernels.values import GROUP
 from nanovllm.formats.fp8.loading import Stored, rows_in_blocks
 from nanovllm.formats.fp8.method import Fp8Config, check_choices
 from nanovllm.formats.int4.configs import pack_quantized_config
-from nanovllm.quantization.base import Kind, LinearMethod, WeightMethod
+from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.config import QuantConfig
+from nanovllm.quantization.shards import WeightMethod
 
 _WHERE = "config.json: quantization_config"
 _CLASSES = {"Linear": ("linear", "lm_head")}  # kinds of weights by the name of their class in torch

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.attention.backends import BACKENDS, select
-from nanovllm.attention.base import cache_dtype
+from nanovllm.attention.backends import BACKENDS, cache_dtype, select
 from nanovllm.config import Config
 from nanovllm.cpu import isa
 from nanovllm.device import Device

@@ -16,7 +16,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.batch import FilterColumns
 from nanovllm.kernels.compat import jit, tl
 from nanovllm.kernels.random_bits import draw_reference, pick, random_pair, random_pair_reference
 
@@ -25,9 +24,6 @@ SEGMENT = 256  # vocabulary entries
 SEGMENTS_AT_ONCE = 16
 FILTER_WARPS = 8
 STAGES = 3  # of prefetching in a long pass
-
-
-Filters = FilterColumns[torch.Tensor]
 
 
 @jit()
@@ -294,7 +290,9 @@ def draw_filtered_reference(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    filters: Filters,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
 ) -> torch.Tensor:
@@ -305,10 +303,10 @@ def draw_filtered_reference(
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(vocab, device=order.device).expand_as(order)
     )
-    least = ordered[:, 0] + filters.min_p.log() * temperature
+    least = ordered[:, 0] + min_p.log() * temperature
     kept = (ordered >= least[:, None]).sum(dim=-1)
-    limited = (filters.top_k > 0) & (filters.top_k < vocab)
-    kept = torch.where(limited, torch.minimum(kept, filters.top_k), kept)
+    limited = (top_k > 0) & (top_k < vocab)
+    kept = torch.where(limited, torch.minimum(kept, top_k), kept)
     upto = weights.gather(1, order).double().cumsum(dim=-1)
     before = F.pad(upto, (1, 0)).gather(1, rank)  # weight of likelier tokens
     whole = upto.gather(1, kept[:, None] - 1)[:, 0]
@@ -318,15 +316,13 @@ def draw_filtered_reference(
         bits = random_pair_reference(seeds[rows], positions[rows], attempt)
         return draw_reference(weights[rows].where(rank[rows] < kept[rows, None], 0.0), SEGMENT, bits)
 
-    narrow = (limited | (filters.min_p > 0)).nonzero()[:, 0]
+    narrow = (limited | (min_p > 0)).nonzero()[:, 0]
     ids = ids.index_copy(0, narrow, draw(narrow, 0))
-    searching = (filters.top_p < 1).nonzero()[:, 0]
+    searching = (top_p < 1).nonzero()[:, 0]
     attempt = 0
     while len(searching):
         drawn = ids[searching, None]
-        dropped = (
-            before[searching].gather(1, drawn)[:, 0] >= filters.top_p[searching].double() * whole[searching]
-        )
+        dropped = before[searching].gather(1, drawn)[:, 0] >= top_p[searching].double() * whole[searching]
         kept[searching] = rank[searching].gather(1, drawn)[:, 0]
         searching, attempt = searching[dropped], attempt + 1
         ids[searching] = draw(searching, attempt)

@@ -12,14 +12,13 @@ import math
 import torch
 import torch.nn.functional as F
 
-from nanovllm.batch import FILTERS, NOT_FINITE, SamplingColumns, rows_of
+from nanovllm.batch import NOT_FINITE, SamplingColumns
 from nanovllm.kernels.compat import await_inputs, by_device, jit, next_power_of_2, tl, use_pdl
 from nanovllm.kernels.filters import (
     FILTER_WARPS,
     SEGMENT,
     SEGMENTS_AT_ONCE,
     STAGES,
-    Filters,
     draw_filtered,
     draw_filtered_reference,
 )
@@ -158,7 +157,9 @@ def sample_triton(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    filters: Filters,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
 ) -> torch.Tensor:
     """`sample` with Triton."""
     rows, vocab = logits.shape
@@ -193,9 +194,9 @@ def sample_triton(
         temperature,
         seeds,
         positions,
-        filters.top_k,
-        filters.top_p,
-        filters.min_p,
+        top_k,
+        top_p,
+        min_p,
         block_stats,
         seg_max,
         lists,
@@ -233,7 +234,9 @@ def sample_reference(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    filters: Filters,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
 ) -> torch.Tensor:
     """`sample` in plain torch."""
     top = logits.amax(dim=-1)  # NaN if there is one
@@ -244,17 +247,19 @@ def sample_reference(
         rows = slice(None) if drawn.all() else drawn
         bits = random_pair_reference(seeds[rows], positions[rows])
         ids[rows] = draw_reference(_weights_reference(logits[rows], temperature[rows]), BLOCK, bits)
-    drawn &= (filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0)
+    drawn &= (top_k > 0) | (top_p < 1) | (min_p > 0)
     filtered = drawn.nonzero()[:, 0]
     at_once = max(1, SORT_ELEMENTS // logits.shape[1])
     for rows in filtered.split(at_once) if len(filtered) else ():  # an empty split gives one empty part
-        own = rows_of(filters, rows)
+        own_k, own_p, own_min = top_k[rows], top_p[rows], min_p[rows]
         ids[rows] = draw_filtered_reference(
             logits[rows],
             temperature[rows],
             seeds[rows],
             positions[rows],
-            own,
+            own_k,
+            own_p,
+            own_min,
             _weights_reference(logits[rows], temperature[rows]),
             ids[rows],
         )
@@ -279,29 +284,30 @@ def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     Filters apply in the order min_p, top_k, top_p, each over the tokens that the previous one kept, as in
     vLLM.
     """
-    return draw(logits, params.temperature, params.seeds, params.positions, params.filters)
+    p = params
+    return draw(logits, p.temperature, p.seeds, p.positions, p.top_k, p.top_p, p.min_p)
 
 
-def filtered_logits(logits: torch.Tensor, temperature: torch.Tensor, filters: Filters | None) -> torch.Tensor:
+def filtered_logits(logits: torch.Tensor, params: SamplingTensors, has_filters: bool) -> torch.Tensor:
     """The logits that `sample` draws from, for `logprobs_mode` "processed_...": [S, V] float32, divided by
-    temperature [S], and -inf where a filter drops the token. None: no row has filters.
+    temperature [S], and -inf where a filter drops the token. Without `has_filters` no row has any.
 
     Greedy rows do not change. Plain torch, on every device.
     """
-    sampled = temperature >= GREEDY_BELOW
-    x = logits.float() / temperature.where(sampled, 1.0)[:, None]
-    if filters is not None:
-        columns = x, sampled, *(getattr(filters, name) for name in FILTERS)
+    sampled = params.temperature >= GREEDY_BELOW
+    x = logits.float() / params.temperature.where(sampled, 1.0)[:, None]
+    if has_filters:
+        columns = x, sampled, params.top_k, params.top_p, params.min_p
         at_once = max(1, SORT_ELEMENTS // x.shape[1])
         for part, drawn, *own in zip(*(column.split(at_once) for column in columns), strict=True):
-            part.masked_fill_(_dropped(part, Filters(*own)) & drawn[:, None], float("-inf"))
+            part.masked_fill_(_dropped(part, *own) & drawn[:, None], float("-inf"))
     return x
 
 
-def _dropped(x: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """The tokens [S, V] that the filters [S] drop. x: [S, V] float32, logits divided by temperature."""
+def _dropped(x: torch.Tensor, *filters: torch.Tensor) -> torch.Tensor:
+    """The tokens [S, V] that top_k, top_p and min_p [S] drop. x: [S, V] float32, divided by temperature."""
     ordered, order = x.sort(dim=1, descending=True, stable=True)
-    top_k, top_p, min_p = (column[:, None] for column in (filters.top_k, filters.top_p, filters.min_p))
+    top_k, top_p, min_p = (column[:, None] for column in filters)
     place = torch.arange(x.shape[1], device=x.device)
     kept = (ordered >= ordered[:, :1] + min_p.log()) & ((top_k <= 0) | (place < top_k))
     shares = ordered.double().masked_fill(~kept, float("-inf")).softmax(dim=1)

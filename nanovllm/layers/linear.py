@@ -15,9 +15,9 @@ import torch
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.stream import Group
 from nanovllm.layers.weights import WeightLayer, split_evenly
-from nanovllm.quantization.base import Gated, Kind, Normed, Product, WeightOptions
+from nanovllm.quantization.base import Gated, Kind, Normed, Product
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.shards import WeightShard
+from nanovllm.quantization.shards import WeightOptions, WeightShard
 
 
 class _LinearLayer(WeightLayer):

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from nanovllm.attention.base import AttentionColumns, AttentionMetadata, StepColumns
+from nanovllm.attention.base import AttentionColumns, AttentionMetadata
 from nanovllm.batch import Batch
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.weights import WeightLayer
-from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 
 
 class Step(NamedTuple):
@@ -30,6 +30,7 @@ class Step(NamedTuple):
     positions: torch.Tensor  # [T] within their sequences
     meta: AttentionMetadata
     layer_inputs: torch.Tensor | None = None  # [T, layers, size], of models whose layers have inputs
+    halves: tuple[AttentionMetadata, AttentionMetadata] | None = None  # of `meta`, if computed in two parts
 
 
 # Attention, an MLP, a mixture of experts: norm(x) [T, hidden_size] -> a term of the stream, this rank's part
@@ -119,7 +120,7 @@ class Group:
         return Normed(self.all_reduce(term), residual, weight, eps)
 
     def split(
-        self, batch: Batch, columns: StepColumns[np.ndarray]
+        self, batch: Batch, columns: AttentionColumns[np.ndarray]
     ) -> tuple[AttentionColumns[np.ndarray], AttentionColumns[np.ndarray]] | None:
         """The halves in which a prefill step is computed; None: whole."""
         return None

@@ -14,9 +14,9 @@ from torch import nn
 
 from nanovllm.kernels.kinds import Kinds
 from nanovllm.kernels.matmul import is_aligned
-from nanovllm.quantization.base import Kind, LinearMethod, WeightMethod, WeightOptions
+from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.shards import WeightMethod, WeightOptions, WeightShard, WeightSource
 
 
 class WeightLayer(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.backends import AttentionBackend
-from nanovllm.attention.base import AttentionMetadata, StepMetadata
+from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.rotary import RopeConfig, rope_table
 from nanovllm.kernels.copy_cells import copy_cells
 from nanovllm.kernels.kinds import unknown
@@ -29,9 +29,9 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.stream import AnyStream, Group, HeadsNorm, RMSNorm, Step
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
-from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.shards import WeightShard
+from nanovllm.quantization.shards import WeightOptions, WeightShard
 
 
 class Build(NamedTuple):
@@ -148,7 +148,7 @@ class Attention(WeightLayer):
 
     def _copy_cells(self, meta: AttentionMetadata) -> None:
         if meta.copies is not None:  # of what earlier steps stored, or this one
-            copy_cells(*self.cache[:2], meta.copies.cells, meta.copies.longest)
+            copy_cells(*self.cache[:2], meta.copies, meta.longest_copy)
 
 
 class GatedMLP(nn.Module):
@@ -218,16 +218,15 @@ class DecoderForCausalLM(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata) -> torch.Tensor:
-        """input_ids [T], positions [T] -> hidden states [T, hidden_size] after the final norm; only of the
-        metadata's `wanted_rows`, if it has them."""
-        return self.leave(*self.enter(input_ids, positions, meta), meta.wanted_rows)
+    def forward(
+        self, input_ids: torch.Tensor, step: Step, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """input_ids [T] -> hidden states [T, hidden_size] after the final norm; only of the rows `wanted`, if
+        given. step: without layer inputs."""
+        return self.leave(*self.enter(input_ids, step), wanted)
 
-    def enter(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata
-    ) -> tuple[AnyStream, Step]:
-        """The first part of `forward`: all layers but the last."""
-        step = Step(positions, meta)
+    def enter(self, input_ids: torch.Tensor, step: Step) -> tuple[AnyStream, Step]:
+        """The first part of `forward`: all layers but the last. Returns the step with its layer inputs."""
         embedded = self.model.embed_tokens(input_ids)
         if self.config.embedding_multiplier != 1.0:  # rounded as the embedding is
             embedded = embedded * torch.tensor(self.config.embedding_multiplier, dtype=embedded.dtype).item()

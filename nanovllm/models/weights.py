@@ -1,4 +1,4 @@
-"""Fills a model's weights: from a checkpoint, all or nothing, or from random numbers.
+"""Fills a model's weights from a checkpoint, all or nothing.
 
 A checker compares names, shapes and dtypes before anything is loaded. Each rank reads only its own slices.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +21,8 @@ from nanovllm.layers.weights import allocate, finish_loading, weight_slots
 from nanovllm.models.config import Mixture, ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import CONFIG_FILE, listing, open_checkpoint
-from nanovllm.quantization.base import WeightOptions
 from nanovllm.quantization.names import BARE
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -206,35 +204,3 @@ def load_weights(
             except ValueError as error:
                 raise ModelLoadError(f"{folder}: {name}: {error}") from None
     finish_loading(model)
-
-
-def init_dummy_weights(
-    model: DecoderForCausalLM, seed: int, check: Callable[[], None] = lambda: None
-) -> None:
-    """Fill `model` with random weights, normal(0, 0.02) and 1 for norms, created on its device.
-
-    Each tensor depends only on the seed and its name. Whole tensors are drawn and then split, so any number
-    of ranks gets the same model. check: as in `load_weights`.
-    """
-    for name, (layer, shard) in weight_slots(model).items():
-        check()
-        if shard.scale:
-            continue  # its weight, drawn in floats, is quantised
-        dtype = layer.options.dtype if layer.options.dtype in shard.dtypes else torch.float32
-        if not any(each.is_floating_point for each in shard.dtypes):
-            dtype = shard.dtypes[0]
-        whole = torch.empty(shard.shape, dtype=dtype, device=layer.options.device)
-        if shard.dummy is not None:
-            whole.fill_(shard.dummy)
-        elif not dtype.is_floating_point:
-            limits = torch.iinfo(dtype)
-            least, end = max(limits.min, -(2**31)), min(limits.max + 1, 2**31)
-            whole.random_(least, end, generator=_generator(whole, name, seed))
-        else:
-            whole.normal_(0.0, 0.02, generator=_generator(whole, name, seed))
-        layer.load(shard, whole)
-    finish_loading(model)
-
-
-def _generator(tensor: torch.Tensor, name: str, seed: int) -> torch.Generator:
-    return torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode(), seed % 2**32))

@@ -17,8 +17,8 @@ from nanovllm.moe.kernels.reference import experts_reference
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ROW_BYTES, ExpertsMethod, ExpertWeights
-from nanovllm.quantization.base import Normed, WeightOptions
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.base import Normed
+from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 
 
 class UnquantizedExpertsMethod(ExpertsMethod):

@@ -21,10 +21,10 @@ from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ROW_BYTES, ExpertsMethod, ExpertWeights
-from nanovllm.quantization.base import Normed, Product, WeightOptions
+from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.names import FileNames, PackedRows
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 
 _MAX_EXPERTS = 4096
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
-from nanovllm.quantization.base import Normed, WeightMethod, WeightOptions
-from nanovllm.quantization.shards import WeightShard
+from nanovllm.quantization.base import Normed
+from nanovllm.quantization.shards import WeightMethod, WeightOptions, WeightShard
 
 ROW_BYTES = 16  # of which rows of experts are multiples on a GPU, as tensor descriptors need it
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanovllm.attention.base import StepColumns
+from nanovllm.attention.base import AttentionColumns
 from nanovllm.batch import Batch
 from nanovllm.device import Device
 from nanovllm.kernels.compat import HAS_TRITON
@@ -78,7 +78,7 @@ class TPGroup(Group):
             return super().normed(term, residual, weight, eps)
         return Normed.computed(*peer_memory.all_reduce_add_rms_norm(term, residual, weight, eps))
 
-    def split(self, batch: Batch, columns: StepColumns[np.ndarray]) -> tuple[Half, Half] | None:
+    def split(self, batch: Batch, columns: AttentionColumns[np.ndarray]) -> tuple[Half, Half] | None:
         return halves(batch, columns) if overlaps(batch, self.size) else None
 
     def most_whole(self, max_tokens: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionColumns, CellCopies, GroupColumns, PrefillRanges, StepColumns
+from nanovllm.attention.base import AttentionColumns, GroupColumns, PrefillRanges
 from nanovllm.batch import Batch, StepKind, prefix_sum
 from nanovllm.layers.stream import AnyStream, Block, Norm, RMSNorm, Step, Stream, Term, added, value_of
 from nanovllm.parallel.peer_memory import PendingSum
@@ -59,11 +59,11 @@ def halves(batch: Batch, columns: Half) -> tuple[Half, Half]:
         second[0] = left
     begun = [_begun(each, batch.tables[number][: row + 1]) for number, each in enumerate(groups)]
     left_groups = [
-        GroupColumns(each.slot_mapping[:cut], each.block_tables[: row + 1], copies)
+        GroupColumns(each.slot_mapping[:cut], each.block_tables[: row + 1], *cell_copies(copies))
         for each, (copies, _) in zip(groups, begun, strict=True)
     ]
     right_groups = [
-        GroupColumns(each.slot_mapping[cut:], each.block_tables[next_row:], copies)
+        GroupColumns(each.slot_mapping[cut:], each.block_tables[next_row:], *cell_copies(copies))
         for each, (_, copies) in zip(groups, begun, strict=True)
     ]
     return _half(first, contexts, left_groups), _half(second, batch.context_lens[next_row:], right_groups)
@@ -71,13 +71,13 @@ def halves(batch: Batch, columns: Half) -> tuple[Half, Half]:
 
 def _begun(
     group: GroupColumns[np.ndarray], tables: np.ndarray
-) -> tuple[CellCopies[np.ndarray] | None, CellCopies[np.ndarray] | None]:
+) -> tuple[np.ndarray | None, np.ndarray | None]:
     """The copies to blocks of these tables, and the others. A row needs them in the half in which it begins:
     it reads them there first."""
     if group.copies is None:
         return None, None
-    is_left = np.isin(group.copies.cells[:, 1], tables)
-    return cell_copies(group.copies.cells[is_left]), cell_copies(group.copies.cells[~is_left])
+    is_left = np.isin(group.copies[:, 1], tables)
+    return group.copies[is_left], group.copies[~is_left]
 
 
 def _half(query_lens: np.ndarray, context_lens: np.ndarray, groups: list[GroupColumns[np.ndarray]]) -> Half:
@@ -164,7 +164,7 @@ class HalvedStream:
 def begin(embedded: torch.Tensor, step: Step, start_sum: StartSum) -> AnyStream:
     """The stream of a step, in halves if its columns are. Arguments as in `TPGroup.begin` and
     `HalvedStream`."""
-    halves = step.meta.halves if isinstance(step.meta, StepColumns) else None
+    halves = step.halves
     if halves is None:
         return Stream(embedded)
     sizes = [len(half.slot_mapping) for half in halves]

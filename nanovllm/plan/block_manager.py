@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from nanovllm.batch import PADDING
-from nanovllm.kv_group import Room
 from nanovllm.plan.prefix_tree import NO_CHAIN, ROOT, CachedBlock, PrefixTree
-from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.sequence import Room, Sequence
 
 Piece = tuple[int, int, int]  # cells of a block: the block, the first cell, the number of cells
 

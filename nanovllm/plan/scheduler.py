@@ -26,9 +26,9 @@ from nanovllm.batch import (
 )
 from nanovllm.config import Config
 from nanovllm.doors import BLOCKS, EXTRAS, Table
-from nanovllm.kv_group import ONE_GROUP, Room
+from nanovllm.kv_group import ONE_GROUP
 from nanovllm.plan.block_manager import BlockManager
-from nanovllm.plan.sequence import SamplingTable, Sequence, SequenceStatus
+from nanovllm.plan.sequence import Room, SamplingTable, Sequence, SequenceStatus
 
 _EXTRAS: Table[Any] = Table(EXTRAS)
 _BLOCKS: Table[Any] = Table(BLOCKS)

@@ -6,7 +6,7 @@ method does the rest. It never communicates, and nothing here opens a file.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,20 +16,10 @@ from torch import nn
 
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.rms_norm import add_rms_norm
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.shards import WeightMethod, WeightOptions, WeightShard
 
 # What multiplies or looks up a weight. An embedding that is also the LM head is "tied_embedding".
 Kind = Literal["linear", "embedding", "tied_embedding", "lm_head"]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightOptions:
-    """How the weights of a model are stored; for deterministic and fuse see `UnquantizedLinearMethod`."""
-
-    dtype: torch.dtype
-    device: torch.device
-    deterministic: bool = False
-    fuse: bool = False
 
 
 class Normed:
@@ -137,31 +127,6 @@ class Product:
         if isinstance(self.x, Gated):
             return self.method.apply_to_gated(self.x, residual, self.bias)
         return self.method.apply_and_add(self.x, residual, self.bias)
-
-
-class WeightMethod(ABC):
-    """Stores and loads the weights of one layer, and only of this one.
-
-    All device memory belongs to parameters of the layer, but for weights that oneDNN reorders on a CPU.
-    Loading again writes to the same memory, whose addresses CUDA graphs hold. A load of all tensors does not
-    depend on the previous content.
-    """
-
-    @abstractmethod
-    def load(self, shard: WeightShard, source: WeightSource) -> None:
-        """Load this rank's part of `source`, the checkpoint tensor of `shard`; can be called again."""
-
-    def finish_loading(self) -> None:
-        """Do the work that needs all tensors. Called after loading, before the next product."""
-        return
-
-    def unpack(self) -> None:
-        """Bring all memory back to parameters, which can then be freed."""
-        return
-
-    def pack(self) -> None:
-        """Be ready for products again after `unpack`."""
-        return
 
 
 class LinearMethod(WeightMethod):

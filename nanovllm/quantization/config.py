@@ -12,8 +12,9 @@ from typing import Any
 
 from nanovllm import doors
 from nanovllm.doors import Table
-from nanovllm.quantization.base import Kind, LinearMethod, WeightMethod
+from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.names import FileNames, is_cache_scale
+from nanovllm.quantization.shards import WeightMethod
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 
 

@@ -1,10 +1,11 @@
-"""WeightShard: which part of a checkpoint's tensor fills a parameter.
+"""WeightShard: which part of a checkpoint's tensor fills a parameter. WeightMethod: what loads it.
 
 A tensor may lie in a file, of which only that part is read. Nothing here opens a file or multiplies.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -142,3 +143,38 @@ class WeightShard:
         """
         if self.length:
             self.place(parameter).copy_(source[self.own])
+
+
+@dataclass(frozen=True, slots=True)
+class WeightOptions:
+    """How the weights of a model are stored; for deterministic and fuse see `UnquantizedLinearMethod`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    deterministic: bool = False
+    fuse: bool = False
+
+
+class WeightMethod(ABC):
+    """Stores and loads the weights of one layer, and only of this one.
+
+    All device memory belongs to parameters of the layer, but for weights that oneDNN reorders on a CPU.
+    Loading again writes to the same memory, whose addresses CUDA graphs hold. A load of all tensors does not
+    depend on the previous content.
+    """
+
+    @abstractmethod
+    def load(self, shard: WeightShard, source: WeightSource) -> None:
+        """Load this rank's part of `source`, the checkpoint tensor of `shard`; can be called again."""
+
+    def finish_loading(self) -> None:
+        """Do the work that needs all tensors. Called after loading, before the next product."""
+        return
+
+    def unpack(self) -> None:
+        """Bring all memory back to parameters, which can then be freed."""
+        return
+
+    def pack(self) -> None:
+        """Be ready for products again after `unpack`."""
+        return

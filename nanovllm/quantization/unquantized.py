@@ -15,8 +15,8 @@ from nanovllm.device import cpu_door
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear
-from nanovllm.quantization.base import Gated, Kind, LinearMethod, Normed, WeightOptions
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.base import Gated, Kind, LinearMethod, Normed
+from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 
 
 class UnquantizedLinearMethod(LinearMethod):

@@ -31,8 +31,8 @@ class Thinking:
     begin before the end mark, which the model then leaves out.
     """
 
-    start: str
-    end: str
+    start: str = "<think>"
+    end: str = "</think>"
     label: str = ""
     calls: tuple[CallMark, ...] = ()
 
@@ -53,28 +53,27 @@ class Channels:
         return self.begin, self.channel, self.constrain, self.body, *self.ends
 
 
-_THINK = ("<think>", "</think>")
 _FUNCTION_CALL = (CallMark("<tool_call>", "<function="),)
 _KIMI_CALL = (CallMark("<|tool_calls_section_begin|>", ""),)
 
 # By the names of vLLM where it has one. "think" is for any template that writes these marks.
 REASONING: dict[str, Thinking | Channels] = {
-    "qwen3": Thinking(*_THINK, calls=_FUNCTION_CALL),
-    "deepseek_r1": Thinking(*_THINK),
-    "deepseek_v3": Thinking(*_THINK),
+    "qwen3": Thinking(calls=_FUNCTION_CALL),
+    "deepseek_r1": Thinking(),
+    "deepseek_v3": Thinking(),
     "openai_gptoss": Channels(),
-    "glm45": Thinking(*_THINK, calls=(CallMark("<tool_call>", ""),)),
-    "smollm3": Thinking(*_THINK),
-    "nemotron_v3": Thinking(*_THINK, calls=_FUNCTION_CALL),
-    "minimax_m2": Thinking(*_THINK, calls=(CallMark("<minimax:tool_call>", "<invoke"),)),
+    "glm45": Thinking(calls=(CallMark("<tool_call>", ""),)),
+    "smollm3": Thinking(),
+    "nemotron_v3": Thinking(calls=_FUNCTION_CALL),
+    "minimax_m2": Thinking(calls=(CallMark("<minimax:tool_call>", "<invoke"),)),
     "gemma4": Thinking("<|channel>", "<channel|>", "thought\n", (CallMark("<|tool_call>", "call:"),)),
-    "granite": Thinking(*_THINK, calls=_FUNCTION_CALL),
-    "kimi_k2": Thinking(*_THINK, calls=_KIMI_CALL),
-    "exaone4": Thinking(*_THINK),
-    "olmo3": Thinking(*_THINK),
+    "granite": Thinking(calls=_FUNCTION_CALL),
+    "kimi_k2": Thinking(calls=_KIMI_CALL),
+    "exaone4": Thinking(),
+    "olmo3": Thinking(),
     "seed_oss": Thinking(
         "<seed:think>", "</seed:think>", calls=(CallMark("<seed:tool_call>", "<function="),)
     ),
     "mistral": Thinking("[THINK]", "[/THINK]", calls=(CallMark("[TOOL_CALLS]", ""),)),
-    "think": Thinking(*_THINK),
+    "think": Thinking(),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -10,10 +11,11 @@ from nanovllm.answers import CompletionOutput, changed
 from nanovllm.checks import BadRow, attempt
 from nanovllm.config import Config
 from nanovllm.extras.stop_strings import StopSearch
+from nanovllm.params import SamplingParams
 from nanovllm.reasoning.parsers import AnswerParsers, Asked, Parsed
 from nanovllm.reasoning.rules import thinking_rules
 from nanovllm.text.processor import Processor
-from nanovllm.text.prompts import Request
+from nanovllm.text.prompts import Prompt, Request
 
 _CACHE_SIZE = 16  # lists of stop strings
 
@@ -39,8 +41,16 @@ class ParsingProcessor(Processor):
             self._parsers = AnswerParsers(self.tokenizer, *self._names)
         return self._parsers
 
-    def make_requests(self, *values: Any, **more: Any) -> list[Request | BadRow]:
-        return [attempt(self._with_rules, each) for each in super().make_requests(*values, **more)]
+    def make_requests(
+        self,
+        prompts: Sequence[Prompt | BadRow],
+        params: Sequence[SamplingParams | BadRow],
+        first_id: int,
+        first_index: int = 0,
+        on_error: str = "raise",
+    ) -> list[Request | BadRow]:
+        made = super().make_requests(prompts, params, first_id, first_index, on_error)
+        return [attempt(self._with_rules, each) for each in made]
 
     def _with_rules(self, request: Request | BadRow) -> Request | BadRow:
         """The request, with what its rules must know of thinking. ValueError as of `thinking_rules`."""
@@ -64,9 +74,9 @@ class ParsingProcessor(Processor):
     def stopped_completion(
         self, request: Request, index: int, token_ids: list[int], stop: Any
     ) -> CompletionOutput:
-        said = _fields(stop.parsed(request.params.include_stop_str_in_output, index))
         kept = token_ids[: stop.num_tokens]
-        return CompletionOutput(index, token_ids=kept, finish_reason="stop", stop_reason=stop.found, **said)
+        output = CompletionOutput(index, "", kept, finish_reason="stop", stop_reason=stop.found)
+        return changed(output, **_fields(stop.parsed(request.params.include_stop_str_in_output, index)))
 
     def completion(
         self, request: Request, index: int, token_ids: list[int], finish_reason: str, stop_token: int | None

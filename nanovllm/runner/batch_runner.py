@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from nanovllm.attention.base import SharedPrefixes, StepMetadata
+from nanovllm.attention.base import SharedPrefixes
 from nanovllm.batch import Batch, StepKind, StepOutput, StepSize
 from nanovllm.device import Device
 from nanovllm.kernels.last_tokens import take_tokens
 from nanovllm.kernels.logits import WORD
-from nanovllm.layers.stream import Group
+from nanovllm.layers.stream import Group, Step
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.runner.ending import Ending
@@ -54,9 +54,7 @@ class Graphs(Protocol):
 class Prefills(Protocol):
     """Prefill steps that are captured in part; see `cuda_graphs/prefill.py`."""
 
-    def run(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, meta: StepMetadata
-    ) -> torch.Tensor | None:
+    def run(self, token_ids: torch.Tensor, step: Step, wanted: torch.Tensor | None) -> torch.Tensor | None:
         """As the model; None if this step is not captured."""
 
 
@@ -190,6 +188,6 @@ class BatchRunner:
         # A stored token may be NOT_FINITE, or garbage from an aborted sum: `take_tokens` clamps it.
         vocab_size = self.model_config.vocab_size
         token_ids = take_tokens(inputs.token_ids, inputs.token_slots, self.ending.last_token_ids, vocab_size)
-        given = token_ids, inputs.positions, inputs.attention
-        hidden = None if self.prefills is None else self.prefills.run(*given)
-        return self.model(*given) if hidden is None else hidden
+        step = Step(inputs.positions, inputs.attention, halves=inputs.halves)
+        hidden = None if self.prefills is None else self.prefills.run(token_ids, step, inputs.wanted_rows)
+        return self.model(token_ids, step, inputs.wanted_rows) if hidden is None else hidden

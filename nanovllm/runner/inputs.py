@@ -8,7 +8,7 @@ its meaning.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
 from typing import Annotated, Generic
@@ -18,11 +18,9 @@ import torch
 
 from nanovllm.attention.base import (
     AttentionColumns,
-    CellCopies,
     GroupColumns,
     PrefillRanges,
     SharedPrefixes,
-    StepColumns,
 )
 from nanovllm.batch import (
     NO_SLOT,
@@ -47,12 +45,17 @@ class BatchInputs(Generic[A]):
     token_slots: Annotated[A, Column(np.int64, lambda n: (n.tokens,), NO_SLOT)]  # of each token's sequence
     positions: Annotated[A, Column(np.int32, lambda n: (n.tokens,))]
     sample_slots: Annotated[A, Column(np.int64, lambda n: (n.seqs,), NO_SLOT)]  # where drawn tokens go
-    attention: StepColumns[A]
+    attention: AttentionColumns[A]
+    # The tokens whose hidden states are needed, ascending; None: all.
+    wanted_rows: Annotated[A, Column(np.int32, lambda n: (n.tokens,))] | None
+    halves: (
+        tuple[AttentionColumns[A], AttentionColumns[A]] | None
+    )  # of `attention`, the same tokens in two parts
     sampling: SamplingColumns[A]
 
 
 Halves = tuple[AttentionColumns[np.ndarray], AttentionColumns[np.ndarray]]  # of a step's tokens
-Split = Callable[[Batch, StepColumns[np.ndarray]], Halves | None]
+Split = Callable[[Batch, AttentionColumns[np.ndarray]], Halves | None]
 
 
 def prepare_prefill(batch: Batch, block_size: int, split: Split | None = None) -> BatchInputs[np.ndarray]:
@@ -62,17 +65,15 @@ def prepare_prefill(batch: Batch, block_size: int, split: Split | None = None) -
     rows = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)  # [T] the row of each token
     positions = np.arange(len(rows), dtype=np.int32) + (context_lens - query_lens - cu_seqlens_q[:-1])[rows]
     first, *others = _groups(batch, rows, positions, block_size)
-    attention = StepColumns(
+    attention = AttentionColumns(
         **vars(first),
         context_lens=context_lens,
         max_seqlen_k=int(context_lens.max()),
         prefill=PrefillRanges(cu_seqlens_q, prefix_sum(context_lens), int(query_lens.max())),
-        wanted_rows=wanted_rows(batch),
         others=tuple(others),
     )
-    if split is not None and (halves := split(batch, attention)) is not None:
-        attention = replace(attention, halves=halves)
-    return _inputs(batch, rows, positions, attention)
+    halves = None if split is None else split(batch, attention)
+    return _inputs(batch, rows, positions, attention, wanted_rows(batch), halves)
 
 
 def _groups(
@@ -80,14 +81,14 @@ def _groups(
 ) -> list[GroupColumns[np.ndarray]]:
     """The columns of each `KVGroup`. rows, positions [T]: each token's row, and its place in its sequence."""
     return [
-        GroupColumns(_slot_mapping(table, rows, positions, block_size), table, copies)
-        for table, copies in zip_longest(batch.tables, map(cell_copies, batch.copies))
+        GroupColumns(_slot_mapping(table, rows, positions, block_size), table, *cell_copies(copies))
+        for table, copies in zip_longest(batch.tables, batch.copies)
     ]
 
 
-def cell_copies(cells: np.ndarray) -> CellCopies[np.ndarray] | None:
-    """cells [C, 4] as in `Batch`; None if there are none."""
-    return CellCopies(cells, int(cells[:, 3].max())) if len(cells) else None
+def cell_copies(cells: np.ndarray | None) -> tuple[np.ndarray | None, int]:
+    """cells [C, 4] as in `Batch`, and the most cells of a copy; None and 0 if there are none."""
+    return (None, 0) if cells is None or not len(cells) else (cells, int(cells[:, 3].max()))
 
 
 def prepare_decode(
@@ -99,7 +100,7 @@ def prepare_decode(
     """The inputs of a decode step. max_seqlen_k: an upper bound of context lengths; None: the longest."""
     rows, positions = np.arange(len(batch.slots)), batch.context_lens - np.int32(1)
     first, *others = _groups(batch, rows, positions, block_size)
-    attention = StepColumns(
+    attention = AttentionColumns(
         **vars(first),
         context_lens=batch.context_lens,
         max_seqlen_k=int(batch.context_lens.max()) if max_seqlen_k is None else max_seqlen_k,
@@ -131,7 +132,12 @@ def _slot_mapping(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray, b
 
 
 def _inputs(
-    batch: Batch, rows: np.ndarray, positions: np.ndarray, attention: StepColumns[np.ndarray]
+    batch: Batch,
+    rows: np.ndarray,
+    positions: np.ndarray,
+    attention: AttentionColumns[np.ndarray],
+    wanted: np.ndarray | None = None,
+    halves: Halves | None = None,
 ) -> BatchInputs[np.ndarray]:
     """rows, positions [T]: the row of each token, and its position in its sequence."""
     return BatchInputs(
@@ -140,6 +146,8 @@ def _inputs(
         positions=positions,
         sample_slots=np.where(batch.draws > 0, batch.slots, NO_SLOT),
         attention=attention,
+        wanted_rows=wanted,
+        halves=halves,
         sampling=batch.sampling,
     )
 

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from nanovllm import doors
-from nanovllm.attention.backends import resolve_block_size, select
-from nanovllm.attention.base import cache_dtype
+from nanovllm.attention.backends import cache_dtype, resolve_block_size, select
 from nanovllm.batch import Batch, StepKind, StepSize, greedy
 from nanovllm.config import Config
 from nanovllm.device import Device, cpu_door, has_cpu_kernels
@@ -26,14 +25,15 @@ from nanovllm.layers.stream import Group
 from nanovllm.layers.weights import allocate
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.weights import init_dummy_weights, load_weights
-from nanovllm.quantization.base import WeightOptions
+from nanovllm.models.weights import load_weights
+from nanovllm.quantization.shards import WeightOptions
 from nanovllm.runner.batch_runner import BatchRunner, PrefixFinder
 from nanovllm.runner.ending import Ending
 from nanovllm.runner.inputs import Staging
 from nanovllm.runner.memory import CacheLayout, KVCacheSpace, attach
 
 CALIBRATIONS: Table[Callable[[ModelRunner], None]] = Table(doors.CALIBRATIONS)
+_FILLS: Table[Callable[[DecoderForCausalLM, int, Callable[[], None]], None]] = Table(doors.LOAD_FORMATS)
 _PREFIXES: Table[Callable[[ModelRunner, SharedUnit], PrefixFinder]] = Table(doors.SHARED_PREFIXES)
 _CAPTURE: Table[Callable[[ModelRunner, bool], None]] = Table(doors.CUDA_GRAPHS)
 
@@ -96,10 +96,10 @@ class ModelRunner(BatchRunner):
 
     def load_weights(self) -> None:
         """Load the checkpoint's weights, or dummy weights; see `load_weights` of the loader."""
-        if self.config.load_format == "dummy":
-            init_dummy_weights(self.model, self.config.seed, self._check)
-        else:
+        if self.config.load_format == "auto":
             load_weights(self.model, self.model_path, self._check)
+        else:
+            _FILLS[self.config.load_format](self.model, self.config.seed, self._check)
         self.device.empty_cache()  # else permanent workspaces might keep all memory of the loading
 
     def calibrate_kv_cache(self) -> None:
@@ -143,8 +143,7 @@ class ModelRunner(BatchRunner):
         All sequences have the same block table, in all groups of layers, which repeats the existing blocks:
         their content does not matter.
         """
-        sampling = greedy(num_seqs)
-        filters = replace(sampling.filters, top_k=np.full(num_seqs, 50, np.int32))
+        ones = np.ones(num_seqs, np.float32)
         table = np.arange(-(-context_len // self.block_size), dtype=np.int32) % self.kv_cache.shape[2]
         return Batch(
             kind=kind,
@@ -155,7 +154,7 @@ class ModelRunner(BatchRunner):
             context_lens=np.full(num_seqs, context_len, np.int32),
             tables=(np.tile(table, (num_seqs, 1)),) * len(self.layout.groups),
             draws=np.ones(num_seqs, np.int32),
-            sampling=replace(sampling, temperature=np.ones(num_seqs, np.float32), filters=filters),
+            sampling=replace(greedy(num_seqs), temperature=ones, top_k=np.full(num_seqs, 50, np.int32)),
         )
 
     def measure_kv_cache(self, reserve: int) -> KVCacheSpace:

@@ -15,10 +15,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from nanovllm.batch import PADDING
-from nanovllm.kv_group import Room
 from nanovllm.plan.block_manager import BlockManager, BlockPool, Found
 from nanovllm.plan.prefix_tree import ROOT, CachedBlock
-from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.sequence import Room, Sequence
 
 
 class Twin(NamedTuple):

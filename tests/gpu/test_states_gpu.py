@@ -12,7 +12,7 @@ from nanovllm.batch import PADDING
 from nanovllm.states.kernels.causal_conv import causal_conv_step_triton, causal_conv_triton
 from nanovllm.states.kernels.delta_heads import DeltaHeads, Gates
 from nanovllm.states.kernels.delta_prefill import PrefillTiles, delta_prefill_triton
-from nanovllm.states.kernels.delta_step import StepTile, delta_step_reference, delta_step_triton
+from nanovllm.states.kernels.delta_step import TokenTile, delta_step_reference, delta_step_triton
 from nanovllm.states.kernels.gated_norm import gated_norm_triton
 
 pytestmark = pytest.mark.gpu
@@ -53,9 +53,9 @@ def test_step_of_odd_sizes(heads: DeltaHeads, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "tile", [StepTile(16, 1), StepTile(32, 1), StepTile(64, 4), StepTile(128, 8)], ids=str
+    "tile", [TokenTile(16, 1), TokenTile(32, 1), TokenTile(64, 4), TokenTile(128, 8)], ids=str
 )
-def test_tiles_of_a_step(tile: StepTile) -> None:
+def test_tiles_of_a_step(tile: TokenTile) -> None:
     state_cases.check_step_of_many(make_case(A3B, [1] * 30, [5] * 30, BF16, GPU), tile=tile)
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from test_scheduler import check_any_load
 
 from nanovllm.batch import PADDING
-from nanovllm.kv_group import ONE_GROUP, Room
+from nanovllm.kv_group import ONE_GROUP
+from nanovllm.plan.sequence import Room
 from nanovllm.sampling_params import SamplingParams
 
 KINDS = pytest.mark.parametrize("parts", [None, 1, 3])

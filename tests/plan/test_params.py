@@ -319,11 +319,11 @@ def test_sampling_columns_of_greedy_rows_are_neutral() -> None:
     plain = table.take(np.array([1, 0]), positions[:2])
     assert plain.temperature.tolist() == [0.5, 0] and plain.seeds.tolist() == [2, 1]
     assert plain.positions.tolist() == [7, 8] and not plain.has_filters
-    assert plain.filters.top_k.tolist() == plain.filters.min_p.tolist() == [0, 0]
-    assert plain.filters.top_p.tolist() == [1, 1]
+    assert plain.top_k.tolist() == plain.min_p.tolist() == [0, 0]
+    assert plain.top_p.tolist() == [1, 1]
     mixed = table.take(np.array([3, 2, 0]), positions)
-    assert mixed.filters.top_k.tolist() == [0, 3, 0] and mixed.seeds.tolist() == [-4, 3, 1]
-    assert np.allclose(mixed.filters.top_p, [0.9, 1, 1]) and np.allclose(mixed.filters.min_p, [0.2, 0, 0])
+    assert mixed.top_k.tolist() == [0, 3, 0] and mixed.seeds.tolist() == [-4, 3, 1]
+    assert np.allclose(mixed.top_p, [0.9, 1, 1]) and np.allclose(mixed.min_p, [0.2, 0, 0])
     assert mixed.has_filters and table.take(np.array([2]), positions[:1]).has_filters
     for name, column in SAMPLING_PARAMETERS.items():
         assert name == "temperature" or getattr(SamplingParams(), name) == column.neutral
@@ -335,7 +335,7 @@ def test_a_top_k_of_any_size_fits_its_column(top_k: int) -> None:
     seq.slot = 0
     table.set(seq)
     columns = table.take(np.array([0]), np.array([3]))
-    assert columns.filters.top_k.tolist() == [min(max(top_k, 0), 2**31 - 1)]
+    assert columns.top_k.tolist() == [min(max(top_k, 0), 2**31 - 1)]
     assert columns.has_filters == (top_k > 0)
 
 

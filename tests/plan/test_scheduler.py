@@ -19,8 +19,7 @@ from invariants import check_scheduler
 
 from nanovllm.batch import NOT_DRAWN, NOT_FINITE, StepKind, StepOutput
 from nanovllm.extras.planned import SequenceExtras, extras_of
-from nanovllm.kv_group import Room
-from nanovllm.plan.sequence import SamplingTable, Sequence
+from nanovllm.plan.sequence import Room, SamplingTable, Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Request
 

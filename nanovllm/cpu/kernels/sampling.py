@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.batch import NOT_FINITE, FilterColumns
+from nanovllm.batch import NOT_FINITE
 from nanovllm.cpu.kernels.drawing import SEGMENT, make_filtered, make_lists, make_random
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel, empty, scratch
 from nanovllm.cpu.kernels.native import jit
@@ -214,7 +214,9 @@ def sample(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    filters: FilterColumns[torch.Tensor],
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
 ) -> torch.Tensor:
     """`draw` of kernels/sampling.py."""
     rows, vocab = logits.shape
@@ -233,7 +235,7 @@ def sample(
     _PICK_KERNEL.launch(
         variant,
         rows,
-        *(logits, temperature, seeds, positions, filters.top_k, filters.top_p, filters.min_p),
+        *(logits, temperature, seeds, positions, top_k, top_p, min_p),
         *(stats, maxima, values, ids, weights, out, stride, vocab, blocks, segments, room),
     )
     return out

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.attention.rotary import RopeConfig
+from nanovllm.attention.rotary import LARGEST, ROPES, RopeConfig
 from nanovllm.kernels.activation import Activation
 from nanovllm.models.config import FULL, SLIDING, HFConfig
 
@@ -99,10 +99,77 @@ def rope_config(
     if share is None and stated != 1.0:
         raise ValueError(f"config.json: partial_rotary_factor {stated} is not supported; supported: 1.0")
     try:
-        rope = RopeConfig.from_dict(params, 10000.0, positions)
+        rope = rope_from(params, 10000.0, positions)
     except ValueError as error:
         raise ValueError(f"config.json: {error}") from None
     return replace(rope, rotary_share=float(stated), interleaved=interleaved)
+
+
+def rope_from(params: Mapping[str, Any], theta: float, max_position_embeddings: int) -> RopeConfig:
+    """Read `rope_parameters` (transformers 5) or `rope_scaling` (4, where the type may be called "type").
+
+    theta, max_position_embeddings: defaults for keys missing in `params`. Raises ValueError for an
+    unknown type, a missing key, and a value that is not a number.
+    """
+    rope_type = params.get("rope_type", params.get("type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in ROPES:
+        raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPES)}")
+    kind = ROPES[rope_type]
+    for key in kind.required:
+        if params.get(key) is None:
+            raise ValueError(f"rope type {rope_type!r} needs {key!r}, and the config has only {dict(params)}")
+
+    def number(key: str, default: float | None) -> Any:
+        value = params.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < LARGEST:
+            raise ValueError(f"rope setting {key!r} must be a number of at least 0, not {value!r}")
+        return value
+
+    def numbers(key: str) -> tuple[float, ...]:
+        values = params.get(key) or ()
+        if not kind.scales_pairs:
+            return ()
+        if not isinstance(values, list) or not all(isinstance(each, (int, float)) for each in values):
+            raise ValueError(f"rope setting {key!r} must be a list of numbers, not {values!r}")
+        return tuple(map(float, values))
+
+    original = number("original_max_position_embeddings", max_position_embeddings)
+    if not kind.states_original:
+        original = max_position_embeddings
+    if original <= 0:
+        raise ValueError(f"original_max_position_embeddings must be positive, not {original}")
+    factor = number("factor", max_position_embeddings / original if kind.factor_is_ratio else 1.0)
+    own = ("low_freq_factor", "high_freq_factor", "attention_factor", "mscale", "mscale_all_dim")
+    config = RopeConfig(
+        rope_type=rope_type,
+        theta=float(number("rope_theta", theta)),
+        original_max_position=original,
+        factor=factor,
+        beta_fast=number("beta_fast", 0) or 32.0,
+        beta_slow=number("beta_slow", 0) or 1.0,
+        truncate=bool(params.get("truncate", True)),
+        short_factor=numbers("short_factor"),
+        long_factor=numbers("long_factor"),
+        **{key: number(key, getattr(RopeConfig, key)) for key in own},
+    )
+    _check(config, max_position_embeddings)
+    return config
+
+
+def _check(rope: RopeConfig, stated: int) -> None:
+    """Raise ValueError for values that do not go together, with `stated` positions."""
+    if rope.theta <= 0 or rope.factor <= 0:
+        raise ValueError(f"rope_theta and factor must be positive, not {rope.theta} and {rope.factor}")
+    rope.kind.check(rope)
+    if not 1 <= rope.max_position(stated) < LARGEST:
+        raise ValueError(
+            f"max_position_embeddings {stated} with the factor {rope.factor} must "
+            "be at least 1 and below 2**31"
+        )
 
 
 def fraction(hf: HFConfig, key: str) -> float:

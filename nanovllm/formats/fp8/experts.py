@@ -26,8 +26,8 @@ from nanovllm.moe.kernels.grouped_matmul import choose_experts
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ExpertsMethod, ExpertWeights
-from nanovllm.quantization.base import Normed, WeightOptions
-from nanovllm.quantization.shards import WeightShard
+from nanovllm.quantization.base import Normed
+from nanovllm.quantization.shards import WeightOptions, WeightShard
 
 _MULTIPLE = 16  # of the inputs of a product in FP8
 

@@ -17,8 +17,14 @@ from nanovllm.formats.fp8.kernels.matmul import Fp8Weight
 from nanovllm.formats.fp8.kernels.values import FP8, GROUP
 from nanovllm.kernels.fp8 import FP8_MAX
 from nanovllm.kernels.kinds import Kinds, unknown
-from nanovllm.quantization.base import WeightMethod
-from nanovllm.quantization.shards import FLOATS, WeightShard, WeightSource, dtype_of, scale_values
+from nanovllm.quantization.shards import (
+    FLOATS,
+    WeightMethod,
+    WeightShard,
+    WeightSource,
+    dtype_of,
+    scale_values,
+)
 
 Store = Callable[[torch.Tensor, int], object]  # stores rows of a dequantised weight, from this one on
 _CHUNK = 2**24  # elements that are quantised at once

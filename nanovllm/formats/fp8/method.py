@@ -33,9 +33,9 @@ from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import HAS_TRITON
 from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.method import ExpertsMethod
-from nanovllm.quantization.base import Gated, Kind, LinearMethod, Normed, WeightOptions
+from nanovllm.quantization.base import Gated, Kind, LinearMethod, Normed
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.shards import WeightShard
+from nanovllm.quantization.shards import WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import dense_method
 
 _LEAST_CAPABILITY = (8, 9)  # of GPUs that multiply FP8 values

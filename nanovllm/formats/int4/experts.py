@@ -22,8 +22,8 @@ from nanovllm.moe.kernels.reference import experts_reference
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ExpertsMethod, ExpertWeights
-from nanovllm.quantization.base import Normed, WeightOptions
-from nanovllm.quantization.shards import WeightShard
+from nanovllm.quantization.base import Normed
+from nanovllm.quantization.shards import WeightOptions, WeightShard
 
 
 class PackedExpertsMethod(ExpertsMethod):

@@ -15,8 +15,7 @@ from torch import nn
 from nanovllm.formats.int4.kernels.layout import BLOCK, SUB, Int4Weight, pack_codes, pack_scales
 from nanovllm.formats.int4.layouts import Int4Format, Int4Shard
 from nanovllm.kernels.kinds import unknown
-from nanovllm.quantization.base import WeightMethod, WeightOptions
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.shards import WeightMethod, WeightOptions, WeightShard, WeightSource
 
 Store = Callable[[torch.Tensor], object]  # stores rows of a dequantised weight, [n, K]
 _MIDDLE = 8  # the zero point of formats without zero points

@@ -18,8 +18,8 @@ from nanovllm.formats.int4.loading import Int4Method, Store, name_of, register
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import multiprocessors, use_triton
 from nanovllm.kernels.matmul import linear
-from nanovllm.quantization.base import Gated, LinearMethod, Normed, WeightOptions
-from nanovllm.quantization.shards import WeightShard
+from nanovllm.quantization.base import Gated, LinearMethod, Normed
+from nanovllm.quantization.shards import WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import dense_method
 
 

@@ -22,9 +22,8 @@ from nanovllm.formats.int4.loading import keeps_bits
 from nanovllm.formats.mxfp4.kernels.values import BYTES, GROUP, SCALE_NAN, dequantise_mxfp4
 from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.method import ExpertsMethod, ExpertWeights
-from nanovllm.quantization.base import WeightOptions
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 
 _KEY = "config.json: quantization_config"
 _DUMMY_SCALE = 120.0  # a byte: 2 ** -7, with which random codes have a standard deviation of 0.02

@@ -26,11 +26,11 @@ from nanovllm.engine.startup import open_model
 from nanovllm.engine.stats import StepStats
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError, WorkerError
 from nanovllm.extras.logprobs import LogprobDicts
-from nanovllm.kv_group import Room
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.parallel.watch import Progress
 from nanovllm.parallel.worker import exit_with, leave
 from nanovllm.plan.scheduler import Scheduler
+from nanovllm.plan.sequence import Room
 from nanovllm.residency.core import ResidentCore
 from nanovllm.residency.shared_tensors import SharedTensors
 from nanovllm.text.processor import Processor

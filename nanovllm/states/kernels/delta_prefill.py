@@ -274,13 +274,9 @@ def _scan_kernel(
                     saved = state
                     if count > 0:
                         live = c < count
-                        tokens = (begin + before - count + c).to(tl.int64)[:, None]
-                        k = tl.load(
-                            k_base + tokens * qkv_stride, mask=live[:, None] & in_k[None, :], other=0.0
-                        )
-                        v = tl.load(
-                            v_base + tokens * qkv_stride, mask=live[:, None] & in_v[None, :], other=0.0
-                        )
+                        at = (begin + before - count + c).to(tl.int64)[:, None] * qkv_stride
+                        k = tl.load(k_base + at, mask=live[:, None] & in_k[None, :], other=0.0)
+                        v = tl.load(v_base + at, mask=live[:, None] & in_v[None, :], other=0.0)
                         place = (first_chunk + done).to(tl.int64) * V_HEADS + head
                         vectors = vectors_ptr + place * (VECTORS * C)
                         total = tl.load(vectors + c)
@@ -340,19 +336,9 @@ def delta_prefill_triton(
     if chunks == 0:
         return out
     tiles = tiles or choose_tiles(heads, qkv.dtype)
-    shape = (chunks, heads.v_heads, CHUNK, CHUNK)
-    m, p = qkv.new_empty(2, *shape)
-    m_rest = qkv.new_empty(shape) if qkv.itemsize < 4 else None
+    m, p = qkv.new_empty(2, chunks, heads.v_heads, CHUNK, CHUNK)
+    m_rest = torch.empty_like(m) if qkv.itemsize < 4 else None
     vectors = qkv.new_empty(chunks, heads.v_heads, _VECTORS, CHUNK, dtype=torch.float32)
-    common = {
-        "K_HEADS": heads.k_heads,
-        "V_HEADS": heads.v_heads,
-        "DK": heads.k_dim,
-        "VECTORS": _VECTORS,
-        "C": CHUNK,
-        "PRECISION": PRECISIONS[qkv.dtype],
-        **pdl_options(qkv),
-    }
     _chunk_kernel[(heads.v_heads, chunks)](
         qkv,
         *gates,
@@ -367,12 +353,18 @@ def delta_prefill_triton(
         gates.b.stride(0),
         heads.k_dim**-0.5,
         L2_EPS,
+        K_HEADS=heads.k_heads,
+        V_HEADS=heads.v_heads,
+        DK=heads.k_dim,
+        VECTORS=_VECTORS,
+        C=CHUNK,
+        PRECISION=PRECISIONS[qkv.dtype],
         BLOCK_K=min(_BLOCK_K, next_power_of_2(heads.k_dim)),
         DIAGONAL=_DIAGONAL,
         HALVES=m_rest is not None,
         num_warps=tiles.first_warps,
         maxnreg=tiles.first_registers,
-        **common,
+        **pdl_options(qkv),
     )
     _scan_kernel[(heads.v_heads * -(-heads.v_dim // tiles.columns), len(packed.rows))](
         qkv,
@@ -386,12 +378,18 @@ def delta_prefill_triton(
         *(saves or (None, None, None)),
         qkv.stride(0),
         pool.stride(0),
+        K_HEADS=heads.k_heads,
+        V_HEADS=heads.v_heads,
+        DK=heads.k_dim,
+        VECTORS=_VECTORS,
+        C=CHUNK,
+        PRECISION=PRECISIONS[qkv.dtype],
         DV=heads.v_dim,
         DK_PADDED=next_power_of_2(heads.k_dim),
         COLUMNS=tiles.columns,
         num_warps=tiles.warps,
         num_stages=_stages(tiles, heads, qkv),
-        **common,
+        **pdl_options(qkv),
     )
     return out
 

@@ -19,14 +19,14 @@ from nanovllm.states.kernels.delta_heads import (
 )
 
 
-class StepTile(NamedTuple):
+class TokenTile(NamedTuple):
     """The launch of a step; not measured."""
 
     columns: int  # of a head's state in a program, whose rows it has all
     warps: int
 
 
-STEP_TILE = StepTile(32, 4)
+STEP_TILE = TokenTile(32, 4)
 
 
 @jit("rows_ptr")
@@ -98,7 +98,7 @@ def delta_step_triton(
     heads: DeltaHeads,
     pool: torch.Tensor,
     rows: torch.Tensor,
-    tile: StepTile = STEP_TILE,
+    tile: TokenTile = STEP_TILE,
 ) -> torch.Tensor:
     """Return o [S, v_heads, dv] in qkv's dtype, after one token of each of S sequences has changed its state.
 

@@ -57,8 +57,7 @@ def batches(draw: st.DrawFn, kind: StepKind) -> Batch:
     one = np.full(count, 0.5, np.float32)
     sampling = greedy(count)
     if draw(st.booleans()):
-        filters = replace(sampling.filters, top_p=one)
-        sampling = replace(sampling, temperature=one, seeds=rng.integers(0, 9, count), filters=filters)
+        sampling = replace(sampling, temperature=one, seeds=rng.integers(0, 9, count), top_p=one)
     starts = context_lens - query_lens
     copies = [
         (2000 + row, tables[row, start // BLOCK], 0, start % BLOCK)
@@ -102,7 +101,7 @@ def test_prefill_inputs_of_each_token(batch: Batch) -> None:
             cell = batch.tables[0][row, position // BLOCK] * BLOCK + position % BLOCK
             want.append((batch.token_ids[index], batch.slots[row], position, cell))
             index += 1
-        assert inputs.attention.wanted_rows[row] == index - 1
+        assert inputs.wanted_rows[row] == index - 1
         assert inputs.attention.prefill.cu_seqlens_q[row + 1] == index
     found = inputs.token_ids, inputs.token_slots, inputs.positions, inputs.attention.slot_mapping
     assert list(zip(*found, strict=True)) == want
@@ -120,8 +119,8 @@ def test_a_sequence_can_draw_several_tokens(batch: Batch, data: st.DataObject) -
     batch = replace(batch, draws=np.array(draws, np.int32))
     assert last_rows(batch.draws, batch.query_lens).tolist() == want
     inputs = prepare_prefill(batch, BLOCK)
-    assert inputs.attention.wanted_rows.tolist() == want
-    assert inputs.attention.wanted_rows.dtype == np.int32
+    assert inputs.wanted_rows.tolist() == want
+    assert inputs.wanted_rows.dtype == np.int32
 
 
 @given(batches(StepKind.PREFILL))
@@ -132,23 +131,24 @@ def test_halves_together_equal_the_batch(batch: Batch) -> None:
     more = tuple(each + np.array([100, 100, 0, 0], np.int32) for each in batch.copies)
     both = batch.tables[0], batch.tables[0] + 100
     batch = replace(batch, tables=both, copies=batch.copies + more)
-    whole = prepare_prefill(batch, BLOCK, halves).attention
-    parts = whole.halves
+    inputs = prepare_prefill(batch, BLOCK, halves)
+    whole, parts = inputs.attention, inputs.halves
     assert whole.others[0].slot_mapping.tolist() == (whole.slot_mapping + 100 * BLOCK).tolist()
     for half in parts:
         windowed = half.of_group(1)
         assert half.of_group(0) is half
-        copied = [each.copies and each.copies.cells[:, :2].tolist() for each in (half, windowed)]
+        copied = [None if each.copies is None else each.copies[:, :2].tolist() for each in (half, windowed)]
         assert copied[1] == (copied[0] and [[source + 100, to + 100] for source, to in copied[0]])
+        assert half.longest_copy == windowed.longest_copy
         assert windowed.slot_mapping.tolist() == (half.slot_mapping + 100 * BLOCK).tolist()
         assert windowed.block_tables.tolist() == (half.block_tables + 100).tolist()
         assert windowed.context_lens is half.context_lens and windowed.prefill is half.prefill
-    copied = [[] if half.copies is None else half.copies.cells.tolist() for half in parts]
+    copied = [[] if half.copies is None else half.copies.tolist() for half in parts]
     assert [*copied[0], *copied[1]] == (batch.copies[0].tolist() if batch.copies else [])
     first_half = parts[0].block_tables[parts[0].block_tables != PADDING].tolist()
     assert all(target in first_half for _, target, *_ in copied[0]), "a row begins in the other half"
     assert not any(target in first_half for _, target, *_ in copied[1]), "a row has begun in the first half"
-    longest = [0 if half.copies is None else half.copies.longest for half in parts]
+    longest = [half.longest_copy for half in parts]
     assert longest == [max((cells for *_, cells in each), default=0) for each in copied]
     assert np.array_equal(np.concatenate([half.slot_mapping for half in parts]), whole.slot_mapping)
     assert len(parts[0].slot_mapping) == len(batch.token_ids) // 2
@@ -168,7 +168,7 @@ def test_halves_together_equal_the_batch(batch: Batch) -> None:
 def test_prefill_inputs_are_staged_unchanged(batch: Batch) -> None:
     inputs = prepare_prefill(batch, BLOCK, halves if len(batch.token_ids) > 1 else None)
     staged = staging().send(inputs)()
-    assert (staged.attention.halves is not None) == (len(batch.token_ids) > 1)
+    assert (staged.halves is not None) == (len(batch.token_ids) > 1)
     for (column, array), (_, tensor) in zip(columns(inputs), columns(staged), strict=True):
         assert tensor.numpy().dtype == column.dtype and np.array_equal(tensor.numpy(), array)
 
@@ -240,6 +240,7 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
     inputs = prepare_prefill(batch, BLOCK, halves)
     inputs = replace(inputs, attention=replace(inputs.attention, shared=no_shared_prefixes(count, UNIT)))
     assert all(getattr(inputs.attention, field.name) is not None for field in fields(inputs.attention))
+    assert all(getattr(inputs, field.name) is not None for field in fields(inputs))
     buffers = Staging(Device("cpu"), size, groups=3)
     staged = buffers.send(map_columns(inputs, full))()
     buffer, _ = inside.input_buffers(buffers)

@@ -20,11 +20,12 @@ from test_needs import GPU
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.attention.backends import TritonBackend, resolve_block_size, select
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges, StepMetadata
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.config import Config
 from nanovllm.cpu import isa
-from nanovllm.device import CPU_KV_CACHE_BYTES, Device
+from nanovllm.device import Device
+from nanovllm.device_memory import CPU_KV_CACHE_BYTES
 from nanovllm.engine.startup import open_model
 from nanovllm.families.llama import LLAMA
 from nanovllm.flash_attn.backend import FlashAttnBackend
@@ -37,8 +38,9 @@ from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, RotaryEmbedding
 from nanovllm.models.registry import get_family, register_model
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import Normed, WeightOptions
+from nanovllm.quantization.base import Normed
 from nanovllm.quantization.config import QuantConfig
+from nanovllm.quantization.shards import WeightOptions
 
 CPU = Device("cpu")
 SPECS = (AttentionSpec(4, 2, 64),)
@@ -361,7 +363,7 @@ def test_a_norm_over_all_heads() -> None:
     layer.cache = KVCache(torch.zeros(1, 5, 2, 8), torch.zeros(1, 5, 2, 8))
     x, count = torch.randn(5, 24), 5
     ranges = PrefillRanges(torch.tensor([0, count]), torch.tensor([0, count]), count)
-    meta = StepMetadata(torch.arange(count), torch.tensor([count]), torch.tensor([[0]]), count, ranges)
+    meta = AttentionMetadata(torch.arange(count), torch.tensor([count]), torch.tensor([[0]]), count, ranges)
     found = layer(Normed.computed(x, x), Step(torch.arange(count), meta)).tensor()
 
     def normed(rows: torch.Tensor, norm: object) -> torch.Tensor:

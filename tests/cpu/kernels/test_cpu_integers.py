@@ -31,7 +31,7 @@ from nanovllm.moe.kernels.reference import experts_in_turn
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import PLAIN_MLP
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import WeightOptions
+from nanovllm.quantization.shards import WeightOptions
 from tools.write_gguf import write_gguf
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from filter_cases import adversarial_logits, check_filters_keep_all_that_they_should
-from sampling_cases import ALL, FILTERS, filters_of, make_filters, make_rows
+from sampling_cases import ALL, FILTERS, filters_at, filters_of, make_filters, make_rows
 from tensors import randn
 
-from nanovllm.batch import NOT_FINITE, rows_of
+from nanovllm.batch import NOT_FINITE
 from nanovllm.cpu import isa
 from nanovllm.kernels.sampling import draw, sample_reference
 
@@ -93,7 +93,7 @@ def test_a_row_depends_neither_on_others_nor_on_threads() -> None:
         torch.set_num_threads(threads)
     for row in range(count):
         mine = torch.tensor([row])
-        assert draw(logits[mine], *rows.pick(mine, rows_of(filters, mine))) == found[row], FILTERS[row]
+        assert draw(logits[mine], *rows.pick(mine, filters_at(filters, mine))) == found[row], FILTERS[row]
 
 
 def test_no_rows() -> None:

@@ -15,7 +15,7 @@ import inside
 import pytest
 import torch
 from checked_llm import make_tiny
-from sampling_cases import make_filters, make_rows
+from sampling_cases import filters_at, make_filters, make_rows
 from tensors import randn
 from tiny_models import VOCAB_SIZE, write_tiny_model
 
@@ -50,8 +50,8 @@ class Steps:
             known = take_tokens(self.ids[:rows], self.slots[:rows], self.last, WIDTH)
             logits = rms_norm(silu_and_mul(self.x[:rows]), self.weight, 1e-6)[:, : WIDTH - 7]
             every, filters = self.columns
-            part = type(filters)(filters.top_k[:rows], filters.top_p[:rows], filters.min_p[:rows])
-            tokens = draw(logits, *every.pick(slice(0, rows), part))
+            whole = slice(0, rows)
+            tokens = draw(logits, *every.pick(whole, filters_at(filters, whole)))
             keep_tokens(tokens, self.slots[:rows], self.last)
             return known, tokens
 

@@ -28,8 +28,8 @@ from nanovllm.kernels.rotary import (
 from nanovllm.layers.stream import HeadsNorm
 from nanovllm.layers.weights import allocate
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import WeightOptions
 from nanovllm.quantization.config import QuantConfig
+from nanovllm.quantization.shards import WeightOptions
 
 EPS = 1e-6
 

@@ -22,7 +22,7 @@ def sampling(rows: list[dict[str, float]], positions: list[int] | None = None) -
         temperature=column("temperature", 0.0, torch.float32),
         seeds=column("seed", 0, torch.int64),
         positions=torch.tensor(positions or [0] * len(rows), dtype=torch.int32),
-        filters=filters_of(len(rows), "cpu", **filters),
+        **dict(zip(FILTERS, filters_of(len(rows), "cpu", **filters), strict=True)),
     )
 
 

@@ -16,7 +16,7 @@ from nanovllm.kernels.compat import INTERPRET
 from nanovllm.states.kernels.delta_heads import DeltaHeads, Gates, gates_reference
 from nanovllm.states.kernels.delta_prefill import PrefillTiles, delta_prefill_triton
 from nanovllm.states.kernels.delta_prefill_reference import delta_prefill_reference
-from nanovllm.states.kernels.delta_step import StepTile, delta_step_reference, delta_step_triton
+from nanovllm.states.kernels.delta_step import TokenTile, delta_step_reference, delta_step_triton
 from nanovllm.states.kernels.packed import CHUNK, Saves, most_chunks
 
 F64 = torch.float64
@@ -272,8 +272,8 @@ def test_step(heads: DeltaHeads, dtype: torch.dtype, triton: bool) -> None:
 
 
 @kernel
-@pytest.mark.parametrize("tile", [StepTile(16, 1), StepTile(128, 8)], ids=str)
-def test_tiles_of_a_step(tile: StepTile) -> None:
+@pytest.mark.parametrize("tile", [TokenTile(16, 1), TokenTile(128, 8)], ids=str)
+def test_tiles_of_a_step(tile: TokenTile) -> None:
     check_step(delta_step_triton, make_case(HEADS, [1] * 2, [1, 100], BF16), tile=tile)
 
 

@@ -18,13 +18,14 @@ from moe_cases import Sizes, make_experts
 from tensors import BF16, F16, F32, FP8, randn
 from tiny_models import write_tiny_model
 
-from nanovllm.attention.base import cache_dtype
+from nanovllm.attention.backends import cache_dtype
 from nanovllm.attention.rotary import ROPES, RopeConfig, rope_table
 from nanovllm.batch import EMPTY_BATCH
 from nanovllm.cpu import isa
 from nanovllm.cpu.integers import IntegerConfig
 from nanovllm.cpu.kernels.int_layout import IntFormat
 from nanovllm.cpu.kernels.matmul import packed_shape
+from nanovllm.formats.config_json.values import rope_from
 from nanovllm.formats.fp8.kernels.grouped import Fp8Experts
 from nanovllm.formats.fp8.kernels.matmul import Fp8Weight
 from nanovllm.formats.fp8.kernels.values import Fp8Rows
@@ -132,7 +133,7 @@ def test_triton_kernels_refuse_a_new_activation(mlp: ExpertMLP) -> None:
 
 def test_a_new_rope_type_is_refused() -> None:
     with pytest.raises(ValueError, match="rope type 'new' is not supported; supported: default, linear"):
-        RopeConfig.from_dict({"rope_type": "new"}, 10000.0, 64)
+        rope_from({"rope_type": "new"}, 10000.0, 64)
     config = RopeConfig("new", original_max_position=64)
     for call in (
         lambda: config.max_position(64),

@@ -18,14 +18,16 @@ from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 
 from nanovllm import SamplingParams
 from nanovllm.attention.reference import ReferenceBackend
+from nanovllm.formats.dummy import init_dummy_weights
 from nanovllm.formats.int4.kernels.layout import dequantise_reference
 from nanovllm.formats.int4.layouts import Int4Format, awq, gptq, pack_quantized
 from nanovllm.layers.weights import allocate
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
-from nanovllm.models.weights import check_weights, init_dummy_weights, load_weights, weight_bytes
+from nanovllm.models.weights import check_weights, load_weights, weight_bytes
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import Normed, WeightOptions
+from nanovllm.quantization.base import Normed
+from nanovllm.quantization.shards import WeightOptions
 from tools.write_int4 import dequantised, random_order, rounded, write_int4
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -21,13 +21,14 @@ from test_models import PROMPT, forward, load
 from tiny_models import edit_json, write_tiny_model
 
 from nanovllm import ModelLoadError, SamplingParams
+from nanovllm.formats.dummy import init_dummy_weights
 from nanovllm.formats.int4.configs import from_awq
 from nanovllm.formats.int4.kernels.experts import choose_int4_experts
 from nanovllm.formats.int4.kernels.layout import MXFP4, check_mxfp4_scales
 from nanovllm.formats.mxfp4.method import say_dequantised
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.models.registry import load_model_config
-from nanovllm.models.weights import check_weights, init_dummy_weights, weight_bytes
+from nanovllm.models.weights import check_weights, weight_bytes
 from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.kernels.grouped_matmul import ExpertChoice, ExpertTile
 from nanovllm.moe.kernels.routing import Routing

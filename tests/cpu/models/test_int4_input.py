@@ -25,7 +25,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import WeightOptions
+from nanovllm.quantization.shards import WeightOptions
 from tools.write_fp8 import write_fp8
 from tools.write_int4 import write_int4
 

@@ -30,8 +30,9 @@ from nanovllm.parallel.group import TPGroup
 from nanovllm.parallel.halves import HalvedStream
 from nanovllm.parallel.kernels.all_reduce import EMPTY, TURNS
 from nanovllm.parallel.peer_memory import PeerMemory, PendingSum
-from nanovllm.quantization.base import Kind, LinearMethod, Normed, WeightOptions
+from nanovllm.quantization.base import Kind, LinearMethod, Normed
 from nanovllm.quantization.config import QuantConfig
+from nanovllm.quantization.shards import WeightOptions
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 
 Tensors = dict[tuple[str, str | None], torch.Tensor]

@@ -16,12 +16,13 @@ from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.errors import ModelLoadError
+from nanovllm.formats.dummy import init_dummy_weights
 from nanovllm.layers.weights import allocate, finish_loading, weight_slots
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
-from nanovllm.models.weights import init_dummy_weights, load_weights
+from nanovllm.models.weights import load_weights
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import WeightOptions
+from nanovllm.quantization.shards import WeightOptions
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")

@@ -18,20 +18,21 @@ from tiny_models import (
     write_tiny_model,
 )
 
-from nanovllm.attention.base import PrefillRanges, StepMetadata
+from nanovllm.attention.base import AttentionMetadata, PrefillRanges
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.cpu import isa
 from nanovllm.device import Device
 from nanovllm.engine.startup import resolve_max_model_len
 from nanovllm.formats.config_json.reading import NEUTRAL
 from nanovllm.kernels.paged import KVCache
+from nanovllm.layers.stream import Step
 from nanovllm.layers.weights import allocate
 from nanovllm.models.config import ModelFamily
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import get_family, load_model_config, register_model, supported_architectures
 from nanovllm.models.weights import load_weights
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.base import WeightOptions
+from nanovllm.quantization.shards import WeightOptions
 
 PROMPT = [5, 93, 17, 2, 60, 60, 31, 8, 44, 71, 12]
 BLOCK_SIZE = 4
@@ -85,15 +86,15 @@ def forward(
     positions = torch.arange(start, end, dtype=torch.int32)
     bounds = (torch.tensor([0, length], dtype=torch.int32) for length in (len(token_ids), end))
     ranges = PrefillRanges(*bounds, len(token_ids))
-    meta = StepMetadata(
+    meta = AttentionMetadata(
         max_seqlen_k=end,
         slot_mapping=positions,
         context_lens=torch.tensor([end], dtype=torch.int32),
         block_tables=torch.arange(-(-end // BLOCK_SIZE), dtype=torch.int32)[None],
         prefill=ranges if len(token_ids) > 1 else None,
-        wanted_rows=None if wanted is None else torch.tensor(wanted, dtype=torch.int32),
     )
-    logits = model.compute_logits(model(torch.tensor(token_ids), positions, meta))
+    rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int32)
+    logits = model.compute_logits(model(torch.tensor(token_ids), Step(positions, meta), rows))
     assert logits is not None
     return logits
 

@@ -15,10 +15,11 @@ from torch import nn
 
 from nanovllm.cpu import isa
 from nanovllm.cpu.dense import ONEDNN_NUMEL, ReorderedLinearMethod, torch_linear
-from nanovllm.models.weights import init_dummy_weights, load_weights
-from nanovllm.quantization.base import Kind, LinearMethod, WeightOptions
+from nanovllm.formats.dummy import init_dummy_weights
+from nanovllm.models.weights import load_weights
+from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.config import QUANTIZATIONS, QuantConfig
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 from nanovllm.quantization.unquantized import dense_method
 
 

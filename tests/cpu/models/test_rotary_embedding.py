@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanovllm.attention.rotary import RopeConfig, rope_table
+from nanovllm.formats.config_json.values import rope_from
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.rotary import Rotation, qk_norm_rope_store
 
@@ -52,7 +53,7 @@ def transformers_rope(
         max_position_embeddings=stated,
         rope_parameters=dict(params),
     )
-    return LlamaRotaryEmbedding(config), RopeConfig.from_dict(params, 10000.0, stated)
+    return LlamaRotaryEmbedding(config), rope_from(params, 10000.0, stated)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
@@ -85,7 +86,7 @@ def test_dynamic_rope_is_that_of_transformers_up_to_the_trained_length(length: i
 
 def test_rope_lengths_and_inferred_values() -> None:
     def read(stated: int, **params: Any) -> RopeConfig:
-        return RopeConfig.from_dict(params, 10000.0, stated)
+        return rope_from(params, 10000.0, stated)
 
     assert read(100, rope_type="default").max_position(100) == 100
     assert read(100, rope_type="linear", factor=4.0).max_position(100) == 400
