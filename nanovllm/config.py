@@ -34,6 +34,7 @@ _ALIASES: dict[str, dict[str | int, str | None]] = {  # other names of a value, 
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "attention_backend": {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton"},
     "max_model_len": {"auto": None, -1: None},
+    "reasoning_parser": {"": None},
 }
 _OTHER_DEVICES = ("mps", "metal", "rocm", "hip", "xpu", "hpu", "npu", "tpu", "xla")
 # vLLM's names

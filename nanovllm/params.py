@@ -74,8 +74,7 @@ class SamplingParams(FieldsOfOthers):
     bad_words: strings that must not be generated. Each is tokenised with and without a leading space; the
         last token of either form never follows its other tokens. Other tokens may still write the same text.
     structured_outputs: the required form of the text; None: any.
-    thinking_token_budget: the tokens that the answer may think until its end mark is written; None, -1: all.
-        Needs `reasoning_parser` of `LLM`.
+    thinking_token_budget: the most tokens of thinking, with `reasoning_parser` of `LLM`; None, -1: no limit.
     """
 
     _call: ClassVar[str] = "SamplingParams"

@@ -1,7 +1,8 @@
 """Prefill steps in pieces: a CUDA graph for all that stands between two attentions, which are launched.
 
-Between attentions a step depends on nothing but its number of tokens, so a graph is captured for a number of
-tokens, and steps are padded to the next one. Attention depends on the lengths of all sequences.
+Between attentions a step depends on nothing but its number of tokens; attention depends on the lengths of
+all sequences. So a number of tokens that comes again and again is captured. No step is padded, and the
+pieces launch the kernels of a step without graphs: whether a step is captured changes no bit of an answer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import copy_context
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from nanovllm.attention.backends import AttentionBackend
 from nanovllm.attention.base import AttentionMetadata, AttentionSpec
 from nanovllm.batch import NO_SLOT
 from nanovllm.device import Device
-from nanovllm.kernels.compat import in_graph, next_power_of_2
 from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.stream import Step, Stream
 from nanovllm.models.decoder import Attention, DecoderForCausalLM
@@ -28,10 +27,8 @@ from nanovllm.models.decoder import Attention, DecoderForCausalLM
 # On H200s a layer takes the host 0.5 to 1 ms to launch, and a device 2 * weights * tokens / 600e12 s to run.
 # Above this product the device takes longer than three times the host.
 _WEIGHTS_TIMES_TOKENS = 5e11
-_STEPS = 3  # of a size run without a graph: its capture takes the host as long as about four steps
-_MOST_SIZES = 16  # that are captured; each takes some megabytes of the driver
-_FEWEST = 32  # tokens of the smallest size
-_FIRST_SLOTS = 2  # the place of cache slots among the inputs
+_STEPS = 3  # of so many tokens run without a graph: a capture takes the host as long as about four
+_MOST_SIZES = 16  # numbers of tokens that are captured; each takes some megabytes of the driver
 
 
 def most_tokens(model: DecoderForCausalLM, max_tokens: int) -> int:
@@ -39,12 +36,6 @@ def most_tokens(model: DecoderForCausalLM, max_tokens: int) -> int:
     layers = model.model.layers
     weights = sum(each.numel() for each in layers.parameters()) / len(layers)
     return min(max_tokens, int(_WEIGHTS_TIMES_TOKENS / weights))
-
-
-def size_for(tokens: int, most: int) -> int:
-    """The number of tokens that a step of `tokens` is padded to: from 257 on an eighth more at most."""
-    step = max(_FEWEST, next_power_of_2(tokens) // 16)
-    return min(-(-tokens // step) * step, most)
 
 
 class _Memory:
@@ -86,8 +77,8 @@ class PrefillGraphs:
         first = model.model.layers[:-1]
         self._layers = [each for each in first.modules() if isinstance(each, Attention)]
         self._groups = groups
-        self._steps: Counter[int] = Counter()  # that were launched, by size
-        self.captured: dict[int, _Pieces | None] = {}  # by size; None: there was no memory
+        self._steps: Counter[int] = Counter()  # that were launched, by their number of tokens
+        self.captured: dict[int, _Pieces | None] = {}  # the same; None: there was no memory
 
     @cached_property
     def _inputs(self) -> list[torch.Tensor]:
@@ -97,40 +88,39 @@ class PrefillGraphs:
 
     def run(self, token_ids: torch.Tensor, step: Step, wanted: torch.Tensor | None) -> torch.Tensor | None:
         """As the model; None if this step is not captured, or cannot be."""
-        tokens, meta, positions = len(token_ids), step.meta, step.positions
+        tokens, meta = len(token_ids), step.meta
         if not 0 < tokens <= self.most or step.halves is not None or meta.prefill is None:
             return None
-        size = size_for(tokens, self.most)
-        pieces = self.captured.get(size)
-        if pieces is None and not self._pays(size):
+        pieces = self.captured.get(tokens)
+        if pieces is None and not self._pays(tokens):
             return None
-        static = [each[:size] for each in self._inputs]
-        given = [token_ids, positions, meta.slot_mapping, *(other.slot_mapping for other in meta.others)]
-        _, _, mine, *others = static
-        padded = replace(
-            meta,
-            slot_mapping=mine,
-            others=tuple(replace(a, slot_mapping=b) for a, b in zip(meta.others, others, strict=True)),
+        static = [each[:tokens] for each in self._inputs]
+        given = [token_ids, step.positions, meta.slot_mapping, *(other.slot_mapping for other in meta.others)]
+        _, positions, mine, *others = static
+        pairs = zip(meta.others, others, strict=True)
+        meta = replace(
+            meta, slot_mapping=mine, others=tuple(replace(other, slot_mapping=own) for other, own in pairs)
         )
-        step = Step(static[1], padded)
+        step = Step(positions, meta)
         if pieces is None:
-            pieces = self.captured[size] = self._capture_if_it_fits(static, step)
+            pieces = self.captured[tokens] = self._capture_if_it_fits(static, step)
         if pieces is None:
             return None
-        for place, (fixed, own) in enumerate(zip(static, given, strict=True)):
-            fixed[:tokens].copy_(own)
-            fixed[tokens:].fill_(0 if place < _FIRST_SLOTS else NO_SLOT)
-        metas = [padded.of_group(group) for group in range(self._groups)]
+        for fixed, own in zip(static, given, strict=True):
+            fixed.copy_(own)
+        metas = [meta.of_group(group) for group in range(self._groups)]
         for piece in pieces.pieces:
             piece.graph.replay()
             if piece.layer is not None and piece.q is not None:
                 piece.layer.attend_in_place(piece.q, metas[piece.layer.group])
         return self._model.leave(pieces.stream, step._replace(layer_inputs=pieces.layer_inputs), wanted)
 
-    def _pays(self, size: int) -> bool:
-        """Whether to capture a size; counts its steps."""
-        self._steps[size] += 1
-        return self._steps[size] > _STEPS and size not in self.captured and len(self.captured) < _MOST_SIZES
+    def _pays(self, tokens: int) -> bool:
+        """Whether to capture steps of so many tokens; counts them."""
+        if tokens in self.captured or len(self.captured) == _MOST_SIZES:
+            return False
+        self._steps[tokens] += 1
+        return self._steps[tokens] > _STEPS
 
     def _capture_if_it_fits(self, static: list[torch.Tensor], step: Step) -> _Pieces | None:
         token_ids, _, *slots = static
@@ -138,11 +128,7 @@ class PrefillGraphs:
             each.fill_(NO_SLOT)
         others = tuple(replace(other, copies=None) for other in step.meta.others)
         step = step._replace(meta=replace(step.meta, copies=None, others=others))  # copies are launched
-        context = copy_context()
-        context.run(in_graph.set, True)
-
-        def enter() -> tuple[Any, Step]:
-            return context.run(self._model.enter, token_ids, step)
+        enter = partial(self._model.enter, token_ids, step)
 
         # This run compiles kernels and creates library handles, which a capture must not do.
         self._device.reset_peak()

@@ -53,7 +53,8 @@ def begin(family: Thinking | Channels, vocabulary: Vocabulary, prompt_ids: Seque
     """
     if isinstance(family, Channels):
         text = vocabulary.decode(_behind(prompt_ids, vocabulary.mark_of, family.begin))
-        return Harmony(family, text.rpartition(family.begin)[2], vocabulary.searched)
+        _, mark, behind = text.rpartition(family.begin)
+        return Harmony(family, behind if mark else "", vocabulary.searched)  # other text has no header
     turn = vocabulary.last_turn(prompt_ids)
     for index in range(len(turn) - 1, -1, -1):
         if vocabulary.mark_of.get(turn[index]) == family.start:

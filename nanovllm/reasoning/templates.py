@@ -115,6 +115,7 @@ _REASONING_SIGNS = (
     _Sign("smollm3", ("xml_tools", "</think>")),
     _Sign("nemotron_v3", ("<function=", "</think>", "truncate_history_thinking")),
     _Sign("qwen3", ("<|im_start|>", "<tool_call>", "</think>")),
+    _Sign("granite", ("<|start_of_role|>", "</think>")),
     _Sign("exaone4", ("[|assistant|]", "</think>")),
     _Sign("think", ("<think>",)),
     _Sign("think", ("</think>",)),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.answers import RequestOutput
 from nanovllm.chat.calls import ChatCalls
-from nanovllm.chat.conversations import Conversation, check_template_options
+from nanovllm.chat.conversations import Conversation, Thinking, check_template_options
 from nanovllm.checks import BadRow, raise_first
 from nanovllm.engine.stats import progress_of
 from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others, show
@@ -75,6 +75,8 @@ class VLLMCalls(QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
         **others: Any,
     ) -> list[str]:
         """Queue conversations, with the arguments of `chat`, and return their request ids, as `enqueue`."""
@@ -88,6 +90,7 @@ class VLLMCalls(QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
             continue_final_message,
             tools,
             chat_template_kwargs,
+            Thinking(enable_thinking, reasoning_effort),
         )
         return self._enqueue(self._rendered(messages, "raise", options), sampling_params)
 

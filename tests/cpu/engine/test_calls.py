@@ -266,12 +266,15 @@ def test_arguments_that_a_call_does_not_have(llm: LLM) -> None:
         "LLM.close() takes 1 positional argument": lambda: any_llm.close(1),
         "LLM.__init__() takes": lambda: LLM("model", "tokenizer"),  # type: ignore[call-arg]
         "LLM has no attribute 'statz'; did you mean 'stats'": lambda: any_llm.statz,
-        "LLM.chat() got an unknown argument 'thinking'; it knows: ": lambda: llm.chat([], thinking=1),
+        "LLM.chat() got an unknown argument 'documents'; it knows: ": lambda: llm.chat([], documents=1),
+        "LLM.chat() got an unknown argument 'thinking'; did you mean 'enable_": lambda: llm.chat(
+            [], thinking=1
+        ),
         "BeamSearchParams() got an unknown argument 'beam_with'; did": lambda: made(beam_with=2),
     }
     for expected, call in wrong.items():
         assert refusal(call).startswith(expected)
-    assert refusal(lambda: llm.chat([], thinking=1)).endswith("go into chat_template_kwargs")
+    assert refusal(lambda: llm.chat([], documents=1)).endswith("go into chat_template_kwargs")
     assert len(llm.stats.__doc__ or "") > 10 and llm.stream.__name__ == "stream"
 
 

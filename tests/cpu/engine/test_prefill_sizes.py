@@ -1,4 +1,4 @@
-"""Sizes to which prefill steps are padded, and the most tokens for which that pays."""
+"""The most tokens of a prefill step for which graphs pay."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import pytest
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
-from nanovllm.cuda_graphs.prefill import most_tokens, size_for
-
-
-@pytest.mark.parametrize("tokens", [1, 31, 33, 257, 1000, 5000, 8193, 16384])
-def test_a_step_is_padded_by_an_eighth_at_most(tokens: int) -> None:
-    size = size_for(tokens, 16384)
-    assert tokens <= size <= max(tokens + 31, tokens * 9 / 8) and size_for(size, 16384) == size
-    assert size_for(tokens, tokens) == tokens
+from nanovllm.cuda_graphs.prefill import most_tokens
 
 
 def test_a_model_of_many_weights_launches_large_steps(tmp_path: Path) -> None:

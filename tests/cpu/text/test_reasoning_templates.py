@@ -42,6 +42,8 @@ SMOLLM3 = "{% set on = enable_thinking | default(true) %}{{ xml_tools }}<think>\
 MINIMAX = "<minimax:tool_call>{{ '<think>\\n' }}</think>"
 GEMMA4 = "{% if enable_thinking %}<|think|>{% endif %}<|channel>thought\n<channel|><|tool_call>call:f{}"
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|><think></think>{{ thinking }}"
+GRANITE = "<|start_of_role|>{{ enable_thinking }}<think>\n</think><tool_call>\n<function=f>"
+GRANITE_4_0 = "<|start_of_role|><tool_call>"
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 FOUND = {
@@ -57,6 +59,8 @@ FOUND = {
     MINIMAX: ("minimax_m2", "minimax_m2"),
     GEMMA4: ("gemma4", "gemma4"),
     KIMI: ("kimi_k2", "kimi_k2"),
+    GRANITE: ("granite", "qwen3_coder"),
+    GRANITE_4_0: (None, "hermes"),
     "<think>": ("think", None),
     PLAIN: (None, None),
 }
@@ -251,3 +255,5 @@ def test_harmony_in_a_prompt() -> None:
         ("<|start|>assistant<|channel|>analysis<|message|>a<|end|><|start|>assistant", ("", "one")),
     ]:
         assert split(begun("openai_gptoss", prompt, TURNS), "one") == expected
+    plain = begun("openai_gptoss", "A letter to=functions.f", [])  # a prompt without messages
+    assert split(plain, "<|channel|>final<|message|>one") == ("", "one")

@@ -234,7 +234,8 @@ def test_tokens_behind_the_match_in_one_step_are_dropped() -> None:
     [seq] = requests.make_sequences(request)
     requests.add(request, [seq], 0.0)
     output = [*encode("byte_level", "Hello the"), tokenizer.eos_token_id]
-    seq.output_ids.extend(output)
+    for token_id in output:
+        seq.append(token_id)
     seq.finish_reason = "length"
     events = TokenEvents([seq.seq_id] * len(output), output, {seq.seq_id: "length"})
     stopped = requests.find_stop_strings(events)

@@ -97,6 +97,17 @@ def test_stop_strings_count_behind_the_thinking(llm: LLM) -> None:
         assert (answer.finish_reason, answer.stop_reason) == ("stop", "the")
 
 
+def test_completions_of_a_prompt_have_ids_of_their_own(llm: LLM) -> None:
+    params = says(llm, f"hm</think>{CALL}", n=2, temperature=1)
+    [out] = llm.generate(["Hello<think>\n"], params, use_tqdm=False)
+    assert [answer.reasoning for answer in out.outputs] == ["hm", "hm"]
+    ids = [call["id"] for answer in out.outputs for call in answer.tool_calls or ()]
+    [again] = llm.generate(["Hello<think>\n"], params, use_tqdm=False)
+    assert len({*ids}) == 2 and ids == [
+        call["id"] for each in again.outputs for call in each.tool_calls or ()
+    ]
+
+
 @pytest.mark.parametrize("stop", [None, ["wörld"]])
 def test_a_stream_of_parts_is_the_whole(llm: LLM, stop: Any) -> None:
     answer = f"the world 日本語</think>\n\nHello the wörld\n{CALL}"
@@ -146,6 +157,9 @@ def test_a_chat_switches_thinking(llm: LLM) -> None:
         [out] = llm.chat([USER], says(llm, "Hello"), use_tqdm=False, enable_thinking=on)
         assert out.prompt is not None and out.prompt.endswith(f"assistant\n{prompt}")
         assert (out.outputs[0].reasoning, out.outputs[0].text) == answer
+    llm.enqueue_chat([USER], says(llm, "Hello"), enable_thinking=False)
+    [out] = llm.wait_for_completion(use_tqdm=False)
+    assert (out.outputs[0].reasoning, out.outputs[0].text) == ("", "Hello")
     with pytest.raises(ValueError, match="reasoning_effort='low': the chat template reads no effort"):
         llm.chat([USER], reasoning_effort="low")
     with pytest.raises(ValueError, match=r"has enable_thinking=True \(bool\), and enable_thinking=False"):
@@ -239,6 +253,19 @@ def test_budgets_are_the_same_one_step_ahead_after_preemption_and_beside_other_r
             found.append([out.outputs[0].token_ids for out in outputs])
             assert ("num_kvcache_blocks" in more) is (llm.stats().num_preemptions > 0)
     assert found == found[:1] * 4
+
+
+@pytest.mark.full
+def test_replicas_separate_as_one_engine_does(folder: Path) -> None:
+    params = SamplingParams(temperature=1, seed=1, max_tokens=12, ignore_eos=True, thinking_token_budget=4)
+    found = []
+    for count in (1, 2):
+        with LLM(folder, reasoning_parser="auto", data_parallel_size=count, **OPTIONS) as llm:
+            outputs = llm.generate(["Hello<think>\n"] * 4, params, use_tqdm=False)
+            parts = list(llm.stream(["Hello<think>\n"], params, deltas=True))
+            found.append([output.outputs for output in outputs])
+            assert "".join(part.outputs[0].reasoning or "" for part in parts) == found[0][0][0].reasoning
+    assert found[0] == found[1]
 
 
 def test_a_budget_with_room_runs_as_plain_steps_do(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
