@@ -112,7 +112,7 @@ class PrefillGraphs:
         for piece in pieces.pieces:
             piece.graph.replay()
             if piece.layer is not None and piece.q is not None:
-                piece.layer.attend_in_place(piece.q, metas[piece.layer.group])
+                _attend(piece.layer, piece.q, metas[piece.layer.group])
         return self._model.leave(pieces.stream, step._replace(layer_inputs=pieces.layer_inputs), wanted)
 
     def _pays(self, tokens: int) -> bool:
@@ -188,6 +188,13 @@ class PrefillGraphs:
         finally:
             for layer, backend in zip(self._layers, backends, strict=True):
                 layer.backend = backend
+
+
+def _attend(layer: Attention, q: torch.Tensor, meta: AttentionMetadata) -> None:
+    """What `Attention.forward` does between two pieces; the result overwrites q. meta: of its group."""
+    if layer.spec.kv_from is None:
+        layer.copy_cells(meta)
+    layer.backend.replace(q, layer.cache, meta, layer.spec, layer.sinks)
 
 
 class _Cut(AttentionBackend):

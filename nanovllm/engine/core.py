@@ -60,9 +60,8 @@ class Core:
         self.scheduler = Scheduler(config, self.room)
         self.requests = Requests(model.processor, config.seed, config.return_routed_experts)
         self._run_ahead = device.is_cuda if config.async_scheduling is None else config.async_scheduling
-        self._arrived: deque[tuple[Request, float]] = (
-            deque()
-        )  # without sequences yet; perf_counter at arrival
+        # Requests without sequences yet, and perf_counter when they arrived.
+        self._arrived: deque[tuple[Request, float]] = deque()
         self._num_arrived = 0  # sequences that these will have
         self._in_flight: _Launched | None = None
         self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came

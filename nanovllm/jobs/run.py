@@ -96,7 +96,7 @@ def _run_job(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
                 lambda old_input: extend(args, source, old_input, path),
             )
             answers = Answers()
-            each = None if args.report is None else lambda row, record: answers.add(_sample_of(row, record))
+            each = None if args.report is None else lambda row, record: answers.add(sample_of(row, record))
             output = Output(
                 path, source.span, args.output, drop_errors=args.retry_errors, echo=args.echo, each=each
             )
@@ -271,7 +271,7 @@ def _reported(runner: JobRunner, llm: Any, history: History, params: SamplingPar
                 _say(f"{path} could not be written: {error}")
 
 
-def _sample_of(index: int, record: dict[str, Any]) -> Sample:
+def sample_of(index: int, record: dict[str, Any]) -> Sample:
     """The answer that a line has. Its prompt is the column `prompt`, or all columns that the line repeats."""
     error = record.get("error")
     if error is not None:

@@ -132,22 +132,16 @@ class Attention(WeightLayer):
         )
         if spec.kv_from is None:
             q = qk_norm_rope_store(q, k, v, rotation, self.cache, meta.slot_mapping)
-            self._copy_cells(meta)
+            self.copy_cells(meta)
         else:
             q = q_norm_rope_reference(q, rotation)
         attended = self.backend.forward(q, self.cache, meta, spec, self.sinks)
         product: Product = self.o_proj(attended.flatten(1))
         return product
 
-    def attend_in_place(self, q: torch.Tensor, meta: AttentionMetadata) -> None:
-        """The part of `forward` before its last product, in a prefill step. The result overwrites q
-        [T, heads, head_dim], contiguous. meta: of this layer's group."""
-        if self.spec.kv_from is None:
-            self._copy_cells(meta)
-        self.backend.replace(q, self.cache, meta, self.spec, self.sinks)
-
-    def _copy_cells(self, meta: AttentionMetadata) -> None:
-        if meta.copies is not None:  # of what earlier steps stored, or this one
+    def copy_cells(self, meta: AttentionMetadata) -> None:
+        """Copy cached keys and values of earlier steps, or of this one, for the layers of a group."""
+        if meta.copies is not None:
             copy_cells(*self.cache[:2], meta.copies, meta.longest_copy)
 
 
@@ -218,12 +212,10 @@ class DecoderForCausalLM(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
 
-    def forward(
-        self, input_ids: torch.Tensor, step: Step, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """input_ids [T] -> hidden states [T, hidden_size] after the final norm; only of the rows `wanted`, if
+    def forward(self, ids: torch.Tensor, step: Step, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """ids [T] -> hidden states [T, hidden_size] after the final norm; only of the rows `wanted`, if
         given. step: without layer inputs."""
-        return self.leave(*self.enter(input_ids, step), wanted)
+        return self.leave(*self.enter(ids, step), wanted)
 
     def enter(self, input_ids: torch.Tensor, step: Step) -> tuple[AnyStream, Step]:
         """The first part of `forward`: all layers but the last. Returns the step with its layer inputs."""

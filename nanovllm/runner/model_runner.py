@@ -229,18 +229,8 @@ class ModelRunner(BatchRunner):
         try:
             self.device.synchronize()
         finally:
-            owned = (
-                "graphs",
-                "prefills",
-                "recorded",
-                "model",
-                "kv_cache",
-                "staging",
-                "ending",
-                "_undrawn",
-                "mask_buffer",
-            )
-            for name in owned:
+            owned = "graphs prefills recorded model kv_cache staging ending _undrawn mask_buffer"
+            for name in owned.split():
                 self.__dict__.pop(name, None)
             self.tp.close()
             self.device.release_memory()

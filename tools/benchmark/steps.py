@@ -38,7 +38,8 @@ class StepRecorder:
 
         def finished(step: Any, *args: Any) -> Any:
             outputs, stats = finish(step, *args)
-            rows = step.batch.query_lens, step.batch.context_lens, step.batch.seq_ids
+            batch = step[0]
+            rows = batch.query_lens, batch.context_lens, batch.seq_ids
             self._log.append((stats.seconds, stats.kind, *rows))
             return outputs, stats
 

@@ -13,7 +13,7 @@ from jobs import FakeLLM, read_rows, run, write_rows
 
 from nanovllm import SamplingParams
 from nanovllm.jobs.openai_batch import OpenAIFormat, read_body
-from nanovllm.jobs.run import _sample_of
+from nanovllm.jobs.run import sample_of
 from nanovllm.jobs.tasks import Task
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
@@ -122,6 +122,6 @@ def test_an_answer_that_is_thinking_alone_is_counted(
     )
     assert run(source, "-o", tmp_path / "out.jsonl", make_llm=ThinkingLLM) == 0
     assert "2 stop while thinking" in capsys.readouterr().err
-    samples = [_sample_of(row["index"], row) for row in read_rows(tmp_path / "out.jsonl")]
+    samples = [sample_of(row["index"], row) for row in read_rows(tmp_path / "out.jsonl")]
     ended = {sample.index: sample.reasons for sample in samples}
     assert ended == {0: ("stop while thinking",), 1: ("stop while thinking",), 2: ("stop",), 3: ("stop",)}
