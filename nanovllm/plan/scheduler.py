@@ -45,7 +45,7 @@ class Scheduler:
     def __init__(self, config: Config, room: Room) -> None:
         # Whether the prefix cache also offers what decode steps wrote, with other bits than prefill.
         self._share_outputs = not config.deterministic
-        manager = BlockManager if room.groups == ONE_GROUP else _BLOCKS["groups"]
+        manager = BlockManager if room.groups == ONE_GROUP else _BLOCKS[room.groups[-1].policy.manager]
         self.block_manager: BlockManager = manager(room, config.enable_prefix_caching, self._share_outputs)
         self.max_num_seqs = max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
