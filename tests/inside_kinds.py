@@ -5,8 +5,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, TypeVar
 
+import pytest
 import torch
 
+from nanovllm.cuda_graphs import prefill
 from nanovllm.formats.fp8.loading import Part
 from nanovllm.formats.int4.method import Int4LinearMethod
 from nanovllm.kernels import activation
@@ -58,3 +60,8 @@ def shard(format: Any, *values: Any) -> Any:
 
 def waits_for_shards(method: Int4LinearMethod, format: Any) -> None:
     method.format, method._waiting, method.device = format, {}, torch.device("cpu")
+
+
+def own_memory_in_pieces(patch: pytest.MonkeyPatch) -> None:
+    """Let pieces of prefill steps keep what they hand on, where memory has no pool."""
+    patch.setattr(prefill, "_not_owned", lambda x: x)
