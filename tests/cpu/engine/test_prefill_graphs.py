@@ -72,7 +72,7 @@ def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def rounds(folder: Path, captures: bool, **options: Any) -> tuple[list[Any], dict[int, Any]]:
-    """Tokens and logprobs of three calls, before each of which nothing is cached; what was captured."""
+    """Tokens and logprobs of five calls, before each of which nothing is cached; what was captured."""
     defaults = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "kvcache_block_size": 16}
     defaults |= {"max_model_len": 128, "num_kvcache_blocks": 400, "max_num_batched_tokens": 160}
     with LLM(folder, **defaults | options) as llm:
@@ -81,7 +81,7 @@ def rounds(folder: Path, captures: bool, **options: Any) -> tuple[list[Any], dic
             groups = len(runner.layout.groups)
             runner.prefills = prefill.PrefillGraphs(runner.model, runner.device, None, 160, groups)
         found = []
-        for _ in range(3):
+        for _ in range(5):
             llm.reset_prefix_cache()
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             found.append([(each["token_ids"], str(each.outputs[0].logprobs)) for each in outputs])
@@ -89,16 +89,10 @@ def rounds(folder: Path, captures: bool, **options: Any) -> tuple[list[Any], dic
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen3",
-        "gemma4-small",
-        *(pytest.param(x, marks=pytest.mark.full) for x in ("gemma3", "gpt_oss", "qwen3_moe")),
-    ],
-)
+@pytest.mark.parametrize("family", ["qwen3", "gemma4-small", pytest.param("gemma3", marks=pytest.mark.full)])
 def test_pieces_give_the_bits_of_launched_steps(tmp_path: Path, family: str) -> None:
-    """With copied cells, several steps a call, layers with windows, and inputs of layers."""
+    """With copied cells, several steps a call, layers with windows, and inputs of layers. Not with experts: their
+    twin loops on the host."""
     folder = write_tiny_model(tmp_path, family)
     expected, _ = rounds(folder, False)
     found, captured = rounds(folder, True)
