@@ -91,8 +91,8 @@ def rounds(folder: Path, captures: bool, **options: Any) -> tuple[list[Any], dic
 @pytest.mark.usefixtures("recorded_graphs")
 @pytest.mark.parametrize("family", ["qwen3", "gemma4-small", pytest.param("gemma3", marks=pytest.mark.full)])
 def test_pieces_give_the_bits_of_launched_steps(tmp_path: Path, family: str) -> None:
-    """With copied cells, several steps a call, layers with windows, and inputs of layers. Not with experts: their
-    twin loops on the host."""
+    """With copied cells, several steps a call, layers with windows, and inputs of layers. Not with experts:
+    their twin loops on the host."""
     folder = write_tiny_model(tmp_path, family)
     expected, _ = rounds(folder, False)
     found, captured = rounds(folder, True)
