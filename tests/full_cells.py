@@ -140,6 +140,7 @@ STAY: dict[str, dict[str, list[str]]] = {  # by file below tests/ and name
             "an_exception_between_steps-2",
             "forked-1",
             "in_a_cycle-1",
+            "within_a_stream-1",
         ],
         "test_threads_take_turns_in_generate": ["1"],
     },

@@ -31,6 +31,7 @@ ENDINGS: dict[str, tuple[str, int, str]] = {
     "after_close": (f"{TWICE}; llm.close()", 0, ""),
     "after_del": (f"{TWICE}; del llm", 0, ""),
     "between_steps": (STEPS, 0, ""),
+    "within_a_stream": ("parts = llm.stream(prompts, params); next(parts)", 0, ""),
     "after_an_exception": (f"{TWICE}\n1 / 0", 1, "ZeroDivisionError"),
     "an_exception_between_steps": (f"{STEPS}\n1 / 0", 1, "ZeroDivisionError"),
     "in_a_wrong_call": ("llm.generate([[-1]])", 1, "ValueError"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -57,6 +58,7 @@ class StreamCalls(LLMEngine):
         return self._stream(PromptReader(prompts, params), on_error, deltas)
 
     def _stream(self, reader: PromptReader, on_error: str, deltas: bool) -> Iterator[RequestOutput]:
+        at_exit = sys.is_finalizing  # then modules have lost their names, and the engine is closed
         window = 2 * self.config.max_num_seqs * self.config.data_parallel_size
         batch = max(1, window // 8)
         ready: deque[RequestOutput] = deque()
@@ -82,7 +84,8 @@ class StreamCalls(LLMEngine):
                     yield ready.popleft()
             hint.say()
         finally:
-            with suppress(EngineClosedError), self._lifecycle.calling(ready):  # closed: nothing to abort
-                self._executor.clear()
-            self._awaited = None
-            self._lifecycle.end_stream()
+            if not at_exit():
+                with suppress(EngineClosedError), self._lifecycle.calling(ready):  # closed: nothing to abort
+                    self._executor.clear()
+                self._awaited = None
+                self._lifecycle.end_stream()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -194,11 +195,13 @@ class VLLMCalls(QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
             return found + times.metrics(labels, self._executor.room.max_model_len)
 
     def _stream(self, reader: PromptReader, on_error: str, deltas: bool) -> Iterator[RequestOutput]:
+        at_exit = sys.is_finalizing  # then modules have lost their names, and the engine is closed
         try:
             yield from super()._stream(reader, on_error, deltas)
         finally:
-            with self._history.answers.counted() as times:
-                times.drop_parts()
+            if not at_exit():
+                with self._history.answers.counted() as times:
+                    times.drop_parts()
 
     # -- functions on the ranks ------------------------------------------------------------------------------
 

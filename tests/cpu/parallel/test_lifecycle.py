@@ -41,7 +41,7 @@ def expected(model: Path, prompts: list) -> list[list[int]]:
 
 
 CASES = [(name, 2) for name in endings.ENDINGS] + [
-    (name, 1) for name in ("between_steps", "forked", "in_a_cycle")
+    (name, 1) for name in ("between_steps", "within_a_stream", "forked", "in_a_cycle")
 ]
 
 
