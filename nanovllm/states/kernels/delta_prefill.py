@@ -363,6 +363,7 @@ def delta_prefill_triton(
         DIAGONAL=_DIAGONAL,
         HALVES=m_rest is not None,
         num_warps=tiles.first_warps,
+        num_stages=1,  # with more, Triton 3.6 for Hopper multiplies rows of q before they have arrived
         maxnreg=tiles.first_registers,
         **pdl_options(qkv),
     )
