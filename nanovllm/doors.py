@@ -76,6 +76,11 @@ FAMILIES: dict[str, str] = {
     "Exaone4ForCausalLM": "families.exaone4:EXAONE4",
     "Ernie4_5ForCausalLM": "families.ernie:ERNIE",
     "GptOssForCausalLM": "families.gpt_oss:GPT_OSS",
+    "Qwen3NextForCausalLM": "families.qwen3_next:QWEN3_NEXT",
+    "Qwen3_5ForCausalLM": "families.qwen3_next:QWEN3_5",
+    "Qwen3_5ForConditionalGeneration": "families.qwen3_next:QWEN3_5",
+    "Qwen3_5MoeForCausalLM": "families.qwen3_next:QWEN3_5_MOE",
+    "Qwen3_5MoeForConditionalGeneration": "families.qwen3_next:QWEN3_5_MOE",
 }
 # Where a model comes from that is no folder or file here.
 MODELS = {"hub": "hub.download:download"}
@@ -108,11 +113,17 @@ ON_THE_FLY = {
     "int4": "cpu.integers:INT4",
 }
 # `BlockManager` of several groups of layers, or of policies that free blocks of running sequences.
-BLOCKS = {"groups": "windows.blocks:GroupBlocks"}
+BLOCKS = {"groups": "windows.blocks:GroupBlocks", "states": "states.blocks:StateBlocks"}
 # What makes the `CacheLayout` of layers that are not all alike.
 LAYOUTS = {"windows": "windows.layout:windowed_layout"}
 # What sets the scales of a KV cache, by the option `kv_cache_dtype`; "auto" has none.
 CALIBRATIONS = {"fp8": "formats.fp8.cache:calibrate"}
+# Layers with a state of each sequence: what the plan, the inputs and the memory of such a model need.
+STATES = {
+    "groups": "states.blocks:groups",  # the `KVGroup`s
+    "columns": "states.columns:state_columns",  # of a step: `StateColumns`
+    "most_seqs": "states.spec:most_seqs",  # how many sequences may run at once
+}
 # What finds the prefixes that rows of a decode step share, as `PrefixFinder` of `runner/batch_runner.py`.
 SHARED_PREFIXES = {"finder": "shared_prefixes.finder:make_finder"}
 # What gives a runner its `Graphs`, on a GPU.

@@ -42,8 +42,33 @@ FAMILIES: dict[str, tuple[type, type]] = {
 }
 MOE_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+# Layers of Gated DeltaNet, with three value heads for each key head.
+HYBRID: dict[str, Any] = {
+    **{"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", _FULL]},
+    **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4},
+}
+HYBRID_EXPERTS: dict[str, Any] = {
+    **{"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "shared_expert_intermediate_size": 40,
+}
 # Families whose config says more: what a tiny one has besides the common settings.
 MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "qwen3_5": (
+        transformers.Qwen3_5TextConfig,
+        transformers.Qwen3_5ForCausalLM,
+        {**HYBRID, "layer_types": None, "num_hidden_layers": 4},
+    ),
+    "qwen3_5_moe": (
+        transformers.Qwen3_5MoeTextConfig,
+        transformers.Qwen3_5MoeForCausalLM,
+        {**HYBRID, **HYBRID_EXPERTS},
+    ),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        transformers.Qwen3NextForCausalLM,
+        {**HYBRID, **HYBRID_EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 1},
+    ),
     "gemma2": (
         transformers.Gemma2Config,
         transformers.Gemma2ForCausalLM,
@@ -227,6 +252,8 @@ def write_tiny_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_norm = name.endswith("norm.weight") or "layernorm" in name
+            if family.startswith("qwen3_5") or family == "qwen3_next":  # whose norms multiply by 1 + w
+                is_norm = name.endswith("linear_attn.norm.weight")
             parameter.normal_(1.0 if is_norm else 0.0, 0.2, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):

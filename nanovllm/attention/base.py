@@ -6,7 +6,7 @@ Owns no kernel and no state.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Generic, Literal
+from typing import Annotated, Any, Generic, Literal
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ class AttentionSpec:
     rope: RopeConfig | None = None  # None: queries and keys are not rotated
     v_from_k: bool = False  # values are the keys' projection, before norm and rope: there is no v_proj
     kv_from: int | None = None  # an earlier layer whose keys and values it reads, with none of its own
+    state: Any = None  # of a layer with a state in place of all this, `StateSpec` of `states/spec.py`
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -82,6 +83,16 @@ class SharedPrefixes(Generic[A]):
 
 
 @dataclass(frozen=True, eq=False)
+class StateColumns(Generic[A]):
+    """Of a prefill step: the states that begin or are kept elsewhere than in the slots of their sequences."""
+
+    sources: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # the row that each sequence begins with
+    save_starts: Annotated[A, Column(np.int32, lambda n: (n.seqs + 1,))]  # the first of a sequence's saves
+    save_positions: Annotated[A, Column(np.int32, lambda n: (n.copies,))]  # tokens before the state
+    save_rows: Annotated[A, Column(np.int32, lambda n: (n.copies,))]
+
+
+@dataclass(frozen=True, eq=False)
 class GroupColumns(Generic[A]):
     """What the layers of a further `KVGroup` have of their own in `AttentionColumns`."""
 
@@ -110,6 +121,7 @@ class AttentionColumns(Generic[A]):
     copies: Annotated[A, Column(np.int32, lambda n: (n.copies, 4))] | None = None
     longest_copy: int = 0  # the most cells of a copy
     others: tuple[GroupColumns[A], ...] = ()  # of the groups after the first
+    states: StateColumns[A] | None = None
 
     def of_group(self, group: int) -> AttentionColumns[A]:
         """Those for the layers of a group."""

@@ -17,7 +17,7 @@ from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.device import Device, cpu_door
 from nanovllm.device_memory import CPU_KV_CACHE_BYTES
-from nanovllm.doors import EXTRAS, TEXT, Table
+from nanovllm.doors import EXTRAS, STATES, TEXT, Table, find
 from nanovllm.errors import ModelLoadError
 from nanovllm.inputs import show
 from nanovllm.models.config import ModelConfig
@@ -91,6 +91,8 @@ def open_model(config: Config) -> OpenedModel:
         raise ValueError(
             f"return_routed_experts=True needs a mixture of experts, and {model_config.architecture} is none"
         )
+    if any(spec.state is not None for spec in model_config.attention):
+        config = replace(config, max_num_seqs=find(STATES["most_seqs"])(config, model_config, device))
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     model_config = model_config.rotated_up_to(max_model_len)
     processor = make_processor(config, path, model_config)

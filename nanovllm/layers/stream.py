@@ -31,6 +31,7 @@ class Step(NamedTuple):
     meta: AttentionMetadata
     layer_inputs: torch.Tensor | None = None  # [T, layers, size], of models whose layers have inputs
     halves: tuple[AttentionMetadata, AttentionMetadata] | None = None  # of `meta`, if computed in two parts
+    slots: torch.Tensor | None = None  # [T] int64, of each token's sequence
 
 
 # Attention, an MLP, a mixture of experts: norm(x) [T, hidden_size] -> a term of the stream, this rank's part

@@ -144,7 +144,7 @@ class ModelConfig:
         layers without a window."""
         each = [
             2 * spec.of_rank(ranks).num_kv_heads * spec.head_dim
-            if spec.kv_from is None and not (far and spec.window is not None)
+            if spec.kv_from is None and spec.state is None and not (far and spec.window is not None)
             else 0
             for spec in self.attention
         ]

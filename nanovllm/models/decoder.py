@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -136,8 +136,12 @@ class Attention(WeightLayer):
         else:
             q = q_norm_rope_reference(q, rotation)
         attended = self.backend.forward(q, self.cache, meta, spec, self.sinks)
-        product: Product = self.o_proj(attended.flatten(1))
+        product: Product = self.o_proj(self.gated(attended.flatten(1), x))
         return product
+
+    def gated(self, attended: torch.Tensor, x: Normed) -> torch.Tensor:
+        """What the last product takes of what was attended, [T, heads * head_dim]; a family may change it."""
+        return attended
 
     def copy_cells(self, meta: AttentionMetadata) -> None:
         """Copy cached keys and values of earlier steps, or of this one, for the layers of a group."""
@@ -211,6 +215,7 @@ class DecoderForCausalLM(nn.Module):
         tied_to = self.model.embed_tokens if config.ties_head else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
+        self.state_layers: list[Any] = [m for m in self.modules() if hasattr(m, "allocate_states")]
 
     def forward(self, ids: torch.Tensor, step: Step, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """ids [T] -> hidden states [T, hidden_size] after the final norm; only of the rows `wanted`, if

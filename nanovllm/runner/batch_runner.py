@@ -123,7 +123,7 @@ class BatchRunner:
                 arrays = prepare_decode(batch, self.block_size, shared)
             else:
                 assert batch.kind is StepKind.PREFILL, f"no code here for the step {batch.kind!r}"
-                split = self.tp.split if self.routed is None else None
+                split = None if self.routed is not None or self.model.state_layers else self.tp.split
                 arrays = prepare_prefill(batch, self.block_size, split)
             inputs = self.staging.send(arrays)()
             hidden = self.run_model(inputs)
@@ -188,6 +188,6 @@ class BatchRunner:
         # A stored token may be NOT_FINITE, or garbage from an aborted sum: `take_tokens` clamps it.
         vocab_size = self.model_config.vocab_size
         token_ids = take_tokens(inputs.token_ids, inputs.token_slots, self.ending.last_token_ids, vocab_size)
-        step = Step(inputs.positions, inputs.attention, halves=inputs.halves)
+        step = Step(inputs.positions, inputs.attention, halves=inputs.halves, slots=inputs.token_slots)
         hidden = None if self.prefills is None else self.prefills.run(token_ids, step, inputs.wanted_rows)
         return self.model(token_ids, step, inputs.wanted_rows) if hidden is None else hidden

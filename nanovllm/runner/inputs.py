@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
-from typing import Annotated, Generic
+from typing import Annotated, Any, Generic
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from nanovllm.batch import (
     prefix_sum,
 )
 from nanovllm.device import Device
+from nanovllm.doors import STATES, Table
+
+_STATES: Table[Any] = Table(STATES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +73,7 @@ def prepare_prefill(batch: Batch, block_size: int, split: Split | None = None) -
         context_lens=context_lens,
         max_seqlen_k=int(context_lens.max()),
         prefill=PrefillRanges(cu_seqlens_q, prefix_sum(context_lens), int(query_lens.max())),
+        states=_STATES["columns"](batch) if len(batch.copies) > len(batch.tables) else None,
         others=tuple(others),
     )
     halves = None if split is None else split(batch, attention)
@@ -82,7 +86,7 @@ def _groups(
     """The columns of each `KVGroup`. rows, positions [T]: each token's row, and its place in its sequence."""
     return [
         GroupColumns(_slot_mapping(table, rows, positions, block_size), table, *cell_copies(copies))
-        for table, copies in zip_longest(batch.tables, batch.copies)
+        for table, copies in zip_longest(batch.tables, batch.copies[: len(batch.tables)])
     ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from nanovllm.runner.memory import CacheLayout, KVCacheSpace, attach
 CALIBRATIONS: Table[Callable[[ModelRunner], None]] = Table(doors.CALIBRATIONS)
 _FILLS: Table[Callable[[DecoderForCausalLM, int, Callable[[], None]], None]] = Table(doors.LOAD_FORMATS)
 _PREFIXES: Table[Callable[[ModelRunner, SharedUnit], PrefixFinder]] = Table(doors.SHARED_PREFIXES)
+_STATES: Table[Any] = Table(doors.STATES)
 _CAPTURE: Table[Callable[[ModelRunner, bool], None]] = Table(doors.CUDA_GRAPHS)
 
 
@@ -83,6 +85,8 @@ class ModelRunner(BatchRunner):
         specs = [layer.spec for layer in self.model.attention_layers]
         self.spec = max(specs, key=lambda spec: (spec.window is None, spec.num_heads))
         self.layout = CacheLayout.of(specs, self.block_size, self.backend.window_tile)
+        if self.model.state_layers:
+            self.layout = replace(self.layout, groups=_STATES["groups"](config.max_num_seqs))
         self.shared_unit = self.backend.shared_unit(self.spec, self.cache_dtype, device.torch)
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
         unit = 0 if self.shared_unit is None else self.shared_unit.sequences
@@ -126,6 +130,7 @@ class ModelRunner(BatchRunner):
             self.prefixes = self._make_prefix_finder()  # equal sequences share everything: the most memory
             needed += self._warmup_peak(StepKind.DECODE, self.config.max_num_seqs, 1, self.max_model_len)
         needed += self.ending.reserved_bytes()
+        needed += sum(layer.state_bytes(self.config.max_num_seqs) for layer in self.model.state_layers)
         self._set_kv_cache(0)
         self.device.release_memory()
         return needed
@@ -200,6 +205,9 @@ class ModelRunner(BatchRunner):
         attach(layers, self.kv_cache, self.layout)  # frees the old cache
         shape = self.layout.shape(num_blocks, self.block_size)
         try:
+            for num_seqs in (0, self.config.max_num_seqs if num_blocks else 0):  # frees the old states
+                for state_layer in self.model.state_layers:
+                    state_layer.allocate_states(num_seqs)
             self.kv_cache = torch.empty(shape, dtype=self.cache_dtype, device=self.device.torch)
         except RuntimeError as error:
             size = prod(shape) * self.cache_dtype.itemsize / 2**30
@@ -213,7 +221,7 @@ class ModelRunner(BatchRunner):
     def capture_cudagraph(self, progress: bool = False) -> None:
         """Capture decode steps for batch sizes that cover `max_num_seqs`, over the fixed input buffer; on a
         CPU, record the steps that follow."""
-        if not (self.config.enforce_eager or self.device.is_cuda or self.tp.size > 1):
+        if not (self.config.enforce_eager or self.device.is_cuda or self.tp.size > 1 or self.model.state_layers):
             self.recorded = cpu_door("recorded_steps")()
         if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
             return

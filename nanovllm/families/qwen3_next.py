@@ -1,0 +1,262 @@
+"""Qwen3-Next and Qwen3.5, dense and with experts: three of four layers are Gated DeltaNet, and attention has a
+gate. Of a model that reads images only the decoder is read; the layers for speculation are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.families.gemma import GemmaFamily
+from nanovllm.families.qwen3_moe import MoEFamily
+from nanovllm.formats.config_json.values import layer_kinds
+from nanovllm.layers.linear import MergedColumnParallelLinear
+from nanovllm.layers.stream import AnyStream, Step
+from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
+from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
+from nanovllm.moe.layers import ExpertNames, MoE, MoESpec
+from nanovllm.quantization.base import Normed
+from nanovllm.quantization.names import FileNames, PackedRows
+from nanovllm.quantization.shards import WeightSource
+from nanovllm.states.layers import GatedDeltaNet, PackedStep
+from nanovllm.states.spec import StateSpec
+
+LINEAR = "linear_attention"
+_PREFIXES: dict[str, str | None] = {
+    "model.language_model.": "model.",
+    **dict.fromkeys(("model.visual.", "visual.", "mtp."), None),
+}
+
+
+class GatedAttention(Attention):
+    """With a gate of each element of its result: a part of the files' q_proj."""
+
+    def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
+        super().__init__(config, index, build)
+        spec = config.spec(index)
+        size = {"g_proj": spec.num_heads * spec.head_dim}
+        self.g_proj = MergedColumnParallelLinear(config.hidden_size, size, build.tp, config.qkv_bias)
+
+    def gated(self, attended: torch.Tensor, x: Normed) -> torch.Tensor:
+        return attended * torch.sigmoid(self.g_proj(x))
+
+
+@dataclass(frozen=True)
+class Layers:
+    """How the layers of one model are made; they share what is computed once for a step."""
+
+    packed: PackedStep = field(default_factory=PackedStep, compare=False)
+
+    def __call__(self, config: ModelConfig, index: int, build: Build) -> nn.Module:
+        return HybridLayer(config, index, build, self.packed)
+
+    def __reduce__(self) -> tuple[type[Layers], tuple[()]]:
+        return Layers, ()  # each rank has its own
+
+
+class HybridLayer(nn.Module):
+    """Gated DeltaNet or attention with a gate, then an MLP or experts; each adds to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, build: Build, packed: PackedStep) -> None:
+        super().__init__()
+        tp, moe, state = build.tp, config.moe, config.spec(index).state
+        self.input_layernorm = layer_norm(config, tp)
+        if state is None:
+            self.self_attn = GatedAttention(config, index, build)
+        else:
+            self.linear_attn = GatedDeltaNet(config, state, tp, packed)
+        self._mixer = "self_attn" if state is None else "linear_attn"
+        self.post_attention_layernorm = layer_norm(config, tp)
+        self.mlp: nn.Module = GatedMLP(config, build)
+        if isinstance(moe, MoESpec) and moe.has_experts(index):
+            width = moe.shared_width
+            shared = GatedMLP(replace(config, intermediate_size=width), build) if width else None
+            self.mlp = MoE(config.hidden_size, moe, tp, shared)
+
+    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
+        """keep [n]: only these rows are needed after the first block; but a record has the experts of all."""
+        recorded = isinstance(self.mlp, MoE) and self.mlp.record is not None
+        first, second = (None, keep) if recorded else (keep, None)
+        x = x.add(self.input_layernorm, self.get_submodule(self._mixer), step, first)
+        return x.add(self.post_attention_layernorm, self.mlp, step, second)
+
+
+def _in_groups(tensor: WeightSource, groups: int, sizes: list[int]) -> list[torch.Tensor]:
+    """The parts of a tensor of which each of `groups` equal ranges of rows holds a part of each; sizes: how
+    their lengths compare."""
+    whole = tensor if isinstance(tensor, torch.Tensor) else tensor[:]
+    ranges = whole.unflatten(0, (groups, -1))
+    lengths = [ranges.shape[1] * size // sum(sizes) for size in sizes]
+    return [part.flatten(0, 1) for part in ranges.split(lengths, dim=1)]
+
+
+@dataclass(frozen=True)
+class HybridNames(FileNames):
+    """Names of files that hold queries beside gates, head by head, and in Qwen3-Next all of a key head's
+    projections one after the other."""
+
+    heads: int = field(kw_only=True)
+    state: StateSpec = field(kw_only=True)
+    by_key_head: bool = field(kw_only=True)
+
+    def tensors(
+        self, full_name: str, tensor: WeightSource, packed_rows: PackedRows
+    ) -> Iterator[tuple[str, WeightSource]]:
+        path, _, param = (self.named(full_name) or "").rpartition(".")
+        parent, _, module = path.rpartition(".")
+        parts = self.packed.get(module)
+        groups = {"q_proj": self.heads, "in_proj_qkvz": self.state.k_heads, "in_proj_ba": self.state.k_heads}
+        shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape()
+        count = groups.get(module)
+        if parts is None or count is None or [*shape, 0][0] != sum(parts.values()):
+            yield from super().tensors(full_name, tensor, packed_rows)
+            return
+        sizes = [rows // count for rows in parts.values()]
+        for part, rows in zip(parts, _in_groups(tensor, count, sizes), strict=True):
+            yield f"{parent}.{part}.{param}", rows
+
+
+@dataclass(frozen=True)
+class HybridExpertNames(ExpertNames, HybridNames):
+    """The same with experts."""
+
+
+class _Hybrid(ModelFamily):
+    """What is read of both kinds, with experts and without."""
+
+    by_key_head = False
+    text_config = GemmaFamily.text_config  # type: ignore[assignment]
+
+    def own_names(self, raw: dict[str, Any]) -> Mapping[str, Any]:
+        kinds = raw.get("layer_types")
+        if isinstance(kinds, list):
+            raw = {**raw, "layer_types": [FULL if kind == LINEAR else kind for kind in kinds], LINEAR: kinds}
+        return raw
+
+    def read(self, hf: HFConfig) -> ModelConfig:
+        config = super().read(hf)
+        if hf.get("attn_output_gate", True) is not True:
+            raise ValueError(
+                f"config.json: attn_output_gate {hf.get('attn_output_gate')!r} is not supported; it must be "
+                "true"
+            )
+        spec = config.spec(0)
+        state = StateSpec(
+            hf.integer("linear_num_key_heads"),
+            hf.integer("linear_num_value_heads"),
+            hf.integer("linear_key_head_dim"),
+            hf.integer("linear_value_head_dim"),
+            hf.integer("linear_conv_kernel_dim"),
+        )
+        kinds, every = hf.raw.get(LINEAR), hf.integer("full_attention_interval")
+        if kinds is None:
+            kinds = [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(config.num_layers)]
+        specs = tuple(spec if kind == FULL else replace(spec, state=state) for kind in kinds)
+        if all(each.state is not None for each in specs):
+            raise ValueError("config.json: layer_types names no full_attention layer, and one is needed")
+        return replace(
+            config,
+            attention=specs,
+            norm_offset=1.0,
+            layer=Layers(),
+            names=self._names(config, state),
+        )
+
+    def _names(self, config: ModelConfig, state: StateSpec) -> FileNames:
+        keys, values, size = state.keys, state.values, config.num_heads * config.head_dim
+        qkv = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values}
+        packed: dict[str, Mapping[str, int]] = {
+            "q_proj": {"q_proj": size, "g_proj": size},
+            "conv1d": {"conv_q": keys, "conv_k": keys, "conv_v": values},
+        }
+        if self.by_key_head:
+            packed["in_proj_qkvz"] = {**qkv, "in_proj_z": values}
+            packed["in_proj_ba"] = {"in_proj_b": state.v_heads, "in_proj_a": state.v_heads}
+        else:
+            packed["in_proj_qkv"] = qkv
+        own: dict[str, Any] = {"heads": config.num_heads, "state": state, "by_key_head": self.by_key_head}
+        moe = config.moe
+        if isinstance(moe, MoESpec):
+            return HybridExpertNames(packed, _PREFIXES, moe.projections[-1], spec=moe, **own)
+        return HybridNames(packed, _PREFIXES, **own)
+
+
+class HybridFamily(_Hybrid, ModelFamily):
+    """Qwen3.5 without experts."""
+
+
+class HybridMoEFamily(_Hybrid, MoEFamily):
+    """Qwen3.5 with experts, whose weights always add up to 1."""
+
+    def read_moe(self, hf: HFConfig) -> MoESpec:
+        return replace(super().read_moe(hf), normalised=True)
+
+
+class QwenNextFamily(_Hybrid, MoEFamily):
+    """Qwen3-Next."""
+
+    by_key_head = True
+
+
+_SHARED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_KINDS: dict[str, Any] = {
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias",
+    "qk_norm": "head",
+    "kinds": lambda hf: layer_kinds(hf, lambda layer: False),
+    "rotary_share": 0.25,
+}
+QWEN3_5 = HybridFamily(
+    defaults={
+        **_SHARED,
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    },
+    **_KINDS,
+)
+QWEN3_5_MOE = HybridMoEFamily(
+    defaults={
+        **_SHARED,
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,  # of layers without experts, of which there are none
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+        "norm_topk_prob": True,
+    },
+    **_KINDS,
+)
+QWEN3_NEXT = QwenNextFamily(
+    defaults={
+        **QWEN3_5_MOE.defaults,
+        "vocab_size": 151936,
+        "num_hidden_layers": 48,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+    },
+    **_KINDS,
+)

@@ -1,0 +1,90 @@
+"""StateSpec: the sizes of a layer's states. How many rows the pool of states has, and how many sequences it
+lets run at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanovllm.config import Config
+from nanovllm.device import Device
+from nanovllm.models.config import ModelConfig
+from nanovllm.states.kernels.delta_heads import MOST_DIM, MOST_RATIO
+
+KEPT, KEPT_SHARE = 64, 4  # rows for prefixes: one for so many sequences, at most KEPT
+_GPU_SHARE = 4  # states take at most a quarter of a GPU's memory
+_CPU_BYTES = 2 * 2**30  # and on a CPU at most this
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """The heads of a layer of Gated DeltaNet, of all ranks, and the taps of its convolution.
+
+    ValueError for sizes that no kernel has.
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    kernel: int
+
+    def __post_init__(self) -> None:
+        ratio, rest = divmod(self.v_heads, self.k_heads)
+        if rest or not 1 <= ratio <= MOST_RATIO:
+            raise ValueError(
+                f"config.json: linear_num_value_heads {self.v_heads} must be 1 to {MOST_RATIO} times "
+                f"linear_num_key_heads {self.k_heads}"
+            )
+        for name, dim in (("linear_key_head_dim", self.k_dim), ("linear_value_head_dim", self.v_dim)):
+            if dim % 16 or not 0 < dim <= MOST_DIM:
+                raise ValueError(f"config.json: {name} must be a multiple of 16 up to {MOST_DIM}, not {dim}")
+        if self.kernel < 2:
+            raise ValueError(f"config.json: linear_conv_kernel_dim must be at least 2, not {self.kernel}")
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys, or of all queries."""
+        return self.k_heads * self.k_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of all values."""
+        return self.v_heads * self.v_dim
+
+    def row_bytes(self, itemsize: int) -> int:
+        """Bytes of a sequence's state in a layer: float32, and the convolution's inputs of `itemsize`."""
+        return 4 * self.values * self.k_dim + itemsize * (self.kernel - 1) * (2 * self.keys + self.values)
+
+
+def num_kept(num_seqs: int) -> int:
+    """The rows for the states of prefixes, besides one for each of `num_seqs` running sequences."""
+    return min(KEPT, max(2, num_seqs // KEPT_SHARE)) if num_seqs else 0
+
+
+def num_rows(num_seqs: int) -> int:
+    """All rows of the pool."""
+    return num_seqs + num_kept(num_seqs)
+
+
+def most_sequences(row_bytes: int, memory: int, is_gpu: bool) -> int:
+    """The most sequences for which the states of all layers, `row_bytes` a sequence, take their share of a
+    device's `memory`; at least 1."""
+    rows = (memory // _GPU_SHARE if is_gpu else min(memory // _GPU_SHARE, _CPU_BYTES)) // row_bytes
+    return max(1, max(rows - KEPT, rows * KEPT_SHARE // (KEPT_SHARE + 1)))
+
+
+def most_seqs(config: Config, model: ModelConfig, device: Device) -> int:
+    """`max_num_seqs`, or less if the states of so many sequences take more than their share.
+
+    ValueError for an option that models with states do not support.
+    """
+    if config.deterministic:
+        raise ValueError(
+            "deterministic=True is not supported for a model with Gated DeltaNet layers, whose states of "
+            "prompts and of drawn tokens come from kernels with other roundings; leave it out"
+        )
+    item = device.resolve_dtype(config.dtype, model.dtype).itemsize
+    states = [spec.state for spec in map(model.spec, range(model.num_layers)) if spec.state is not None]
+    row_bytes = sum(state.row_bytes(item) for state in states) // config.tensor_parallel_size
+    return min(config.max_num_seqs, most_sequences(row_bytes, device.memory()[1], device.is_cuda))
