@@ -120,7 +120,7 @@ LAYOUTS = {"windows": "windows.layout:windowed_layout"}
 CALIBRATIONS = {"fp8": "formats.fp8.cache:calibrate"}
 # Layers with a state of each sequence: what the plan, the inputs and the memory of such a model need.
 STATES = {
-    "groups": "states.blocks:groups",  # the `KVGroup`s
+    "groups": "states.policy:groups",  # the `KVGroup`s
     "columns": "states.columns:state_columns",  # of a step: `StateColumns`
     "most_seqs": "states.spec:most_seqs",  # how many sequences may run at once
 }

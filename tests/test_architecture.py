@@ -47,7 +47,7 @@ DOORS |= {"flash_attn", "hub", "integrations", "jobs", "reasoning", "report", "s
 WINGS = {"text", "plan"}
 NO_TORCH = WINGS | (FLOORS[0] - {"device", "device_memory"})
 COMPUTE = {"attention", "quantization", "layers", "models", "runner", "kernels"}
-COMPUTE |= {"families", "flash_attn", "formats", "moe", "cpu", "cuda_graphs", "shared_prefixes", "states"}
+COMPUTE |= {"families", "flash_attn", "formats", "moe", "cpu", "cuda_graphs", "shared_prefixes"}
 USES_TORCH_DISTRIBUTED = {"parallel"}
 COMPILERS = {"numba", "llvmlite"}
 # Others import them where they compile.

@@ -46,6 +46,7 @@ class Cost:
     layer_speed: float = 1.0  # of their products, relative to those of the LM head
     expert_itemsize: float | None = None  # bytes of a weight of the experts; None: as that of the LM head
     windows: tuple[tuple[int, float], ...] = ()  # each with its share of K and V; the rest has none
+    state_bytes: int = 0  # of one sequence, read and written in a decode step, in all layers
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int, kv_itemsize: int) -> Cost:
@@ -53,8 +54,13 @@ class Cost:
         c, moe = config, config.moe
         assert moe is None or isinstance(moe, MoESpec), f"no code here for {moe!r}"
         specs = [c.spec(layer) for layer in range(c.num_layers)]
+        states = [spec.state for spec in specs if spec.state is not None]
+        specs = [spec for spec in specs if spec.state is None]
         values = [0 if spec.kv_from is not None else 2 * spec.num_kv_heads * spec.head_dim for spec in specs]
         queries = sum(spec.num_heads * spec.head_dim for spec in specs)
+        # Where layers have states, attention has a gate as large as the queries.
+        matrices = (2 * queries + sum(values) + (queries if states else 0)) * c.hidden_size
+        matrices += sum(state.params(c.hidden_size) for state in states)
         kinds = [] if moe is None else moe.kinds(c.num_layers)
         sparse = sum(count for kind, count in kinds if kind.has_experts(0))
         mlps = (c.num_layers - sparse) * 3 * c.hidden_size * c.intermediate_size
@@ -67,7 +73,7 @@ class Cost:
             shared = 0 if moe.shared_width is None else 1 + 3 * moe.shared_width
             mlps += moe.top_k * each + sparse * c.hidden_size * (moe.num_experts + shared)
         return cls(
-            layer_params=(2 * queries + sum(values)) * c.hidden_size + mlps,
+            layer_params=matrices + mlps,
             head_params=c.vocab_size * c.hidden_size,
             kv_bytes=sum(values) * kv_itemsize,
             pair_flops=4 * queries,
@@ -79,6 +85,7 @@ class Cost:
             layer_speed=config.quant.speed,
             expert_itemsize=config.quant.expert_itemsize,
             windows=tuple((size, part / windows.total()) for size, part in windows.items() if size),
+            state_bytes=sum(2 * state.row_bytes(itemsize) for state in states),
         )
 
     def read_tokens(self, contexts: np.ndarray, rows: np.ndarray | int = 1) -> float:
@@ -134,7 +141,8 @@ class Cost:
             self.decode_flops(point.num_decode_rows) / speed.flops_per_s,
         )
         read = self.read_tokens(np.array(point.num_context_tokens), point.num_decode_rows)
-        kv_seconds = self.decode_bytes(0, read) / speed.bytes_per_s
+        kv_bytes = self.decode_bytes(0, read) + self.state_bytes * point.num_decode_rows
+        kv_seconds = kv_bytes / speed.bytes_per_s
         return flops / speed.flops_per_s + weight_seconds + kv_seconds
 
 

@@ -9,32 +9,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from nanovllm.batch import PADDING
-from nanovllm.kv_group import KVGroup, KVPolicy
 from nanovllm.plan.block_manager import BlockManager, Found
 from nanovllm.plan.prefix_tree import TOKEN_BYTES
 from nanovllm.plan.sequence import Room, Sequence
+from nanovllm.states.policy import StatePolicy
 from nanovllm.states.spec import num_kept
-
-
-@dataclass(frozen=True, slots=True)
-class StatePolicy(KVPolicy):
-    """All blocks are kept, and states beside them."""
-
-    manager = "states"
-
-    num_seqs: int  # the rows of running sequences
-
-
-def groups(num_seqs: int) -> tuple[KVGroup, ...]:
-    """The one group of the layers with attention, in a model that runs so many sequences at once."""
-    return (KVGroup(StatePolicy(num_seqs)),)
 
 
 class Kept(NamedTuple):

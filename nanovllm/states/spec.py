@@ -52,6 +52,10 @@ class StateSpec:
         """Channels of all values."""
         return self.v_heads * self.v_dim
 
+    def params(self, hidden_size: int) -> int:
+        """Elements of the matrices that a token is multiplied with."""
+        return hidden_size * (2 * self.keys + 3 * self.values + 2 * self.v_heads)
+
     def row_bytes(self, itemsize: int) -> int:
         """Bytes of a sequence's state in a layer: float32, and the convolution's inputs of `itemsize`."""
         return 4 * self.values * self.k_dim + itemsize * (self.kernel - 1) * (2 * self.keys + self.values)

@@ -79,6 +79,15 @@ GPT_OSS_CONFIG: dict[str, Any] = {
     "eos_token_id": 200002,
     "bos_token_id": 199998,
 }
+QWEN3_5 = {  # layers, hidden size, intermediate size or width of an expert, query heads, ties embeddings
+    "qwen3.5-0.8b": (24, 1024, 3584, 8, True),
+    "qwen3.5-4b": (32, 2560, 9216, 16, True),
+    "qwen3.5-27b": (64, 5120, 17408, 24, False),
+    "qwen3.5-35b-a3b": (40, 2048, 512, 16, False),
+}
+QWEN3_5_HEADS = {  # KV heads, value heads of a state
+    **{"qwen3.5-0.8b": (2, 16), "qwen3.5-4b": (4, 32), "qwen3.5-27b": (4, 48), "qwen3.5-35b-a3b": (2, 32)},
+}
 SAMPLES = 16  # of each prompt in the workload `samples`
 ROW_KEYS = ("prompt", "prompt_token_ids", "max_tokens")
 Tokenize = Callable[[list[str]], list[list[int]]]
@@ -346,9 +355,31 @@ def make_workload(name: str, num_seqs: int | None, model: Path, config: ModelCon
     return work
 
 
+def qwen3_5_config(name: str) -> dict[str, Any]:
+    """What differs from a Qwen3 of this shape."""
+    kv_heads, value_heads = QWEN3_5_HEADS[name]
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "eos_token_id": 248046,
+    }
+    if name.endswith("a3b"):
+        experts = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+        config |= {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"} | experts
+        config |= {"shared_expert_intermediate_size": 512}
+    return config
+
+
 def write_shape(name: str, folder: Path, longest: int = 0) -> Path:
     """Write the config.json of a shape, for dummy weights and sequences of up to `longest` tokens."""
-    layers, hidden, intermediate, heads, tied = (QWEN3 | GEMMA3 | GPT_OSS)[name]
+    layers, hidden, intermediate, heads, tied = (QWEN3 | GEMMA3 | GPT_OSS | QWEN3_5)[name]
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -373,5 +404,7 @@ def write_shape(name: str, folder: Path, longest: int = 0) -> Path:
         config |= GEMMA3_CONFIG
     if name in GPT_OSS:
         config |= GPT_OSS_CONFIG
+    if name in QWEN3_5:
+        config |= qwen3_5_config(name)
     (folder / "config.json").write_text(json.dumps(config | QWEN3_MOE.get(name, {})))
     return folder

@@ -72,6 +72,8 @@ def load(
         layer.cache = KVCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
         if layer.spec.kv_from is not None:
             layer.cache = model.attention_layers[layer.spec.kv_from].cache
+    for state_layer in model.state_layers:
+        state_layer.allocate_states(1)
     return model
 
 
@@ -94,7 +96,7 @@ def forward(
         prefill=ranges if len(token_ids) > 1 else None,
     )
     rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int32)
-    logits = model.compute_logits(model(torch.tensor(token_ids), Step(positions, meta), rows))
+    logits = model.compute_logits(model(torch.tensor(token_ids), Step(positions, meta, slots=torch.zeros(len(token_ids), dtype=torch.int64)), rows))
     assert logits is not None
     return logits
 

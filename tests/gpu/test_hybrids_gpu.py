@@ -1,0 +1,73 @@
+"""Models with states on a GPU: the tokens of transformers, in graphs, in chunks, and from kept states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import transformers_logits, write_tiny_model
+
+from nanovllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
+ERROR = 2e-3  # of log-probabilities: a state that is another one changes them by about 1
+OPTIONS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "chunks": {"max_num_batched_tokens": 48, "max_num_seqs": 48},
+    "eager": {"enforce_eager": True},
+    "tight": {"num_kvcache_blocks": 30, "kvcache_block_size": 16},
+}
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Of all lengths up to 150, of which half share their first 70 tokens."""
+    random = Random(3)
+    shared = [random.randrange(3, 90) for _ in range(70)]
+    found = []
+    for index in range(count):
+        own = [random.randrange(3, 90) for _ in range(random.randrange(1, 80))]
+        found.append(shared + own if index % 2 else own)
+    return found
+
+
+def check(folder: Path, text: list[int], output: Any) -> None:
+    """Each token is the likeliest by transformers, within ERROR, and has the logprob that it gives."""
+    [completion] = output.outputs
+    tokens = list(completion.token_ids)
+    expected = transformers_logits(folder, text + tokens)[len(text) - 1 : -1].log_softmax(-1)
+    own = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    given = [each[token].logprob for each, token in zip(completion.logprobs, tokens, strict=True)]
+    assert len(given) == 20
+    torch.testing.assert_close(torch.tensor(given), own, rtol=0, atol=ERROR)
+    assert (expected.amax(1) - own).max() <= 2 * ERROR
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_float32_gives_transformers_tokens(tmp_path: Path, family: str, option: str) -> None:
+    folder = write_tiny_model(tmp_path, family, head_dim=32, hidden_size=64)
+    texts = prompts(24)
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256} | OPTIONS[option]
+    with LLM(str(folder), gpu_memory_utilization=0.2, **options) as llm:
+        for _ in range(2):
+            for text, output in zip(texts, llm.generate(texts, GREEDY, use_tqdm=False), strict=True):
+                check(folder, text, output)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_bfloat16_runs_in_any_batch(tmp_path: Path, family: str) -> None:
+    """1, 3 and 97 rows give finite answers of the asked length, and most rows the same as alone."""
+    folder = write_tiny_model(tmp_path, family, head_dim=32, hidden_size=64, dtype="bfloat16")
+    texts = prompts(97)
+    with LLM(str(folder), gpu_memory_utilization=0.2, skip_tokenizer_init=True, max_model_len=256) as llm:
+        whole = [each["token_ids"] for each in llm.generate(texts, GREEDY, use_tqdm=False)]
+        assert {len(each) for each in whole} == {20}
+        few = [llm.generate(texts[:n], GREEDY, use_tqdm=False) for n in (1, 3)]
+        firsts = [each["token_ids"][0] for each in few[1]]
+        assert firsts == [each[0] for each in whole[:3]]
