@@ -36,12 +36,17 @@ def calibrate(runner: ModelRunner) -> None:
     for layer in layers:
         layer.cache = KVCache(layer.cache.k, layer.cache.v)  # without scales
     attach(layers, runner.kv_cache, runner.layout)
+    has_states = bool(kept.shape[2])  # as it has blocks
+    for state_layer in () if has_states else runner.model.state_layers:
+        state_layer.allocate_states(1)
     rng = np.random.default_rng(0)
     token_ids = rng.integers(runner.model_config.vocab_size, size=num_tokens, dtype=np.int32)
     for start in range(0, num_tokens, runner.config.max_num_batched_tokens):
         chunk = token_ids[start : start + runner.config.max_num_batched_tokens]
         batch = runner.equal_batch(StepKind.PREFILL, 1, len(chunk), start + len(chunk))
         runner.run(replace(batch, token_ids=chunk))
+    for state_layer in () if has_states else runner.model.state_layers:
+        state_layer.allocate_states(0)
     contents = [layer.cache[:2] for layer in layers]
     for layer, cache, group in zip(layers, caches, layout.group_of, strict=True):
         layer.cache, layer.group = cache, group
