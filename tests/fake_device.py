@@ -25,6 +25,7 @@ from nanovllm.kv_group import ONE_GROUP, KVGroup
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Room, Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.states.policy import groups as groups_of_states
 from nanovllm.windows.policy import Window
 
 VOCAB = 50
@@ -100,6 +101,8 @@ class FakeDevice:
         self.value_positions = np.full(num_blocks * block_size, POISON)
         self.last = np.full(num_slots, POISON)
         self.queue: deque[Handle] = deque()
+        self.states: dict[int, list[int]] = {}  # of each row of a pool of states, the tokens that it consumed
+        self.has_states = False
 
     def launch(self, batch: Batch) -> Handle:
         handle = Handle(self, batch)
@@ -124,6 +127,8 @@ class FakeDevice:
         seen: list[list[int]] = [[] for _ in inputs]
         if self.windows is None or self.windows.parts is not None:
             seen = self._attend_all(batch, inputs)
+        if self.has_states:
+            self._move_states(batch, inputs, seen)
         if self.windows is not None:
             near = self._attend_windows(batch, inputs, self.windows.reach)
             seen = [[*all_tokens, *own] for all_tokens, own in zip(seen, near, strict=True)]
@@ -133,6 +138,29 @@ class FakeDevice:
             if batch.draws[row]:
                 self.last[batch.slots[row]] = output[row]
         return StepOutput(output[:, None])
+
+    def _move_states(
+        self, batch: Batch, inputs: list[tuple[np.ndarray, np.ndarray]], seen: list[list[int]]
+    ) -> None:
+        """Each row's state goes on by its tokens; at position 0 it begins anew. seen: all tokens of a row."""
+        moves = [] if len(batch.copies) < 2 else batch.copies[1].tolist()
+        read = {slot: (kept, position) for kept, slot, position, saved in moves if not saved}
+        saves = [(slot, position, kept) for kept, slot, position, saved in moves if saved]
+        written: dict[int, list[int]] = {}
+        for row, (ids, positions) in enumerate(inputs):
+            slot, start = int(batch.slots[row]), int(positions[0])
+            kept, position = read.pop(slot, (slot, start))
+            assert position == start, "a state is read at another position"
+            whole = [*(self.states[kept] if start else []), *ids.tolist()]
+            assert whole == seen[row], "a row's state is of other tokens"
+            written[slot] = whole
+            for _, end, to in [each for each in saves if each[0] == slot]:
+                assert start < end <= len(whole) and to not in written
+                written[to] = whole[:end]
+        assert not read, "a row that is not in the step reads a state"
+        sources = {kept for kept, _, _, saved in moves if not saved}
+        assert not sources & written.keys(), "a row is read and written in one step"
+        self.states |= written
 
     def _attend_all(self, batch: Batch, inputs: list[tuple[np.ndarray, np.ndarray]]) -> list[list[int]]:
         """Store all rows, as a layer does, then read each row's context."""
@@ -294,6 +322,7 @@ def make_loop(
     lazy: bool = True,
     windows: Windows | None = None,
     deterministic: bool = False,
+    states: bool = False,
 ) -> Loop:
     config = Config(
         "model",
@@ -303,8 +332,11 @@ def make_loop(
         enable_prefix_caching=caching,
     )
     groups = ONE_GROUP if windows is None else windows.groups
+    if states:
+        groups = groups_of_states(max_num_seqs)
     room = Room(num_blocks, block_size, max_model_len, groups=groups, chunk=max_num_batched_tokens)
     device = FakeDevice(num_blocks, block_size, max_num_seqs, lazy, windows)
+    device.has_states = states
     return Loop(Scheduler(config, room), device, run_ahead)
 
 

@@ -11,8 +11,9 @@ from nanovllm.device import Device
 from nanovllm.models.config import ModelConfig
 from nanovllm.states.kernels.delta_heads import MOST_DIM, MOST_RATIO
 
-KEPT, KEPT_SHARE = 64, 4  # rows for prefixes: one for so many sequences, at most KEPT
-_GPU_SHARE = 4  # states take at most a quarter of a GPU's memory
+FEWEST_KEPT, MOST_KEPT = 16, 64  # rows for prefixes
+_SEQS_FOR_KEPT = 4  # between the two there is one for so many running sequences
+_SHARE = 4  # states take at most a quarter of the memory
 _CPU_BYTES = 2 * 2**30  # and on a CPU at most this
 
 
@@ -63,7 +64,7 @@ class StateSpec:
 
 def num_kept(num_seqs: int) -> int:
     """The rows for the states of prefixes, besides one for each of `num_seqs` running sequences."""
-    return min(KEPT, max(2, num_seqs // KEPT_SHARE)) if num_seqs else 0
+    return min(MOST_KEPT, max(FEWEST_KEPT, num_seqs // _SEQS_FOR_KEPT)) if num_seqs else 0
 
 
 def num_rows(num_seqs: int) -> int:
@@ -74,8 +75,9 @@ def num_rows(num_seqs: int) -> int:
 def most_sequences(row_bytes: int, memory: int, is_gpu: bool) -> int:
     """The most sequences for which the states of all layers, `row_bytes` a sequence, take their share of a
     device's `memory`; at least 1."""
-    rows = (memory // _GPU_SHARE if is_gpu else min(memory // _GPU_SHARE, _CPU_BYTES)) // row_bytes
-    return max(1, max(rows - KEPT, rows * KEPT_SHARE // (KEPT_SHARE + 1)))
+    rows = (memory // _SHARE if is_gpu else min(memory // _SHARE, _CPU_BYTES)) // row_bytes
+    many = rows - MOST_KEPT, rows * _SEQS_FOR_KEPT // (_SEQS_FOR_KEPT + 1)
+    return max(1, min(rows - FEWEST_KEPT, max(many)))
 
 
 def most_seqs(config: Config, model: ModelConfig, device: Device) -> int:

@@ -40,7 +40,13 @@ def test_any_load_gives_the_right_tokens(data: st.DataObject) -> None:
     check_any_load(data.draw)
 
 
-def check_any_load(draw: Any, windows: Windows | None = None) -> None:
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_load_of_a_model_with_states(data: st.DataObject) -> None:
+    check_any_load(data.draw, states=True)
+
+
+def check_any_load(draw: Any, windows: Windows | None = None, states: bool = False) -> None:
     """Random sizes, requests, aborts and arrival times: tokens are right, invariants hold, no request is
     lost.
     """
@@ -55,6 +61,7 @@ def check_any_load(draw: Any, windows: Windows | None = None) -> None:
         run_ahead=draw(st.booleans(), "run_ahead"),
         lazy=draw(st.booleans(), "lazy"),
         windows=windows,
+        states=states,
     )
     limit = loop.scheduler.room.max_model_len
     todo = [prompt[: limit - 1] for prompt in draw(PROMPTS, "prompts")]

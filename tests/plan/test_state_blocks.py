@@ -1,0 +1,121 @@
+"""States of prefixes with the fake device: where they are kept, who reads them, and which are dropped."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fake_device import Loop, make_loop, make_sequence, run_all
+from prefix_cases import branching_prompts
+
+from nanovllm.batch import Batch
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.states.blocks import KeptStates, StateBlocks
+
+ONE = SamplingParams(max_tokens=1)
+SHARED = list(range(1, 22))
+
+
+def cached(loop: Loop) -> list[int]:
+    return [loop.finished[seq_id].num_cached_tokens or 0 for seq_id in sorted(loop.finished)]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("budget", [5, 64, 1000])
+def test_what_prompts_share_is_computed_twice_at_most(block_size: int, budget: int) -> None:
+    """The second prompt shows where texts part; all others begin there, whatever blocks and steps are."""
+    loop = make_loop(600 // block_size, block_size, 6, budget, states=True)
+    prompts = [[*SHARED, *range(30 + own, 36 + own)] for own in range(9)]
+    run_all(loop, prompts, [ONE] * 9)
+    assert cached(loop) == [0, 0, *[len(SHARED)] * 7]
+
+
+def test_instructions_in_any_order() -> None:
+    loop = make_loop(400, 4, 8, 64, states=True)
+    instructions = [[kind] * 15 for kind in (40, 41, 42)]
+    rng = random.Random(1)
+    order = [rng.randrange(3) for _ in range(40)]
+    prompts = [[*instructions[kind], 1 + row % 30, 2, row // 30 + 3] for row, kind in enumerate(order)]
+    run_all(loop, prompts, [ONE] * 40)
+    missed = sum(count < 15 for count in cached(loop))
+    assert missed == 6, cached(loop)  # two of each
+
+
+def test_a_chat_goes_on_from_the_end_of_its_prompt() -> None:
+    loop = make_loop(states=True)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    [answer] = run_all(loop, [SHARED], [params])
+    run_all(loop, [[*SHARED, *answer, 7, 8]], [params])
+    assert cached(loop) == [0, len(SHARED)]
+
+
+def test_equal_prompts_with_n_are_computed_once() -> None:
+    params = replace_n(ONE, 3)
+    loop = make_loop(states=True)
+    run_all(loop, [SHARED] * 3, [params] * 3)
+    assert cached(loop) == [0, len(SHARED) - 1, len(SHARED) - 1]
+
+
+def replace_n(params: SamplingParams, n: int) -> SamplingParams:
+    values = {"n": n, "temperature": 1.0, "max_tokens": params.max_tokens}
+    return SamplingParams(**values)
+
+
+def test_a_prompt_waits_for_the_step_that_computes_its_state() -> None:
+    loop = make_loop(num_blocks=200, max_num_batched_tokens=1000, states=True)
+    for seq_id, own in enumerate((30, 31, 32, 33)):
+        loop.scheduler.add(make_sequence(seq_id, [*SHARED, own], ONE))
+    batches: list[Batch] = []
+    launch = loop.device.launch
+    loop.device.launch = lambda batch: batches.append(batch) or launch(batch)  # type: ignore[method-assign]
+    while not loop.scheduler.is_finished():
+        loop.step()
+    assert [batch.query_lens.tolist() for batch in batches] == [[22, 22], [1, 1]]
+
+
+def test_no_state_is_kept_without_a_prefix_cache() -> None:
+    loop = make_loop(caching=False, states=True)
+    run_all(loop, [[*SHARED, own] for own in range(30, 40)], [ONE] * 10)
+    manager = loop.scheduler.block_manager
+    assert isinstance(manager, StateBlocks) and not len(manager.kept) and cached(loop) == [0] * 10
+
+
+def test_a_reset_forgets_the_states() -> None:
+    loop = make_loop(states=True)
+    run_all(loop, [SHARED], [ONE])
+    assert loop.scheduler.block_manager.reset()
+    run_all(loop, [[*SHARED, 5]], [ONE])
+    assert cached(loop) == [0, 0]
+
+
+def test_states_at_ends_are_dropped_before_those_where_prompts_part() -> None:
+    kept = KeptStates(8, 3)
+    ends = [bytes([index] * 8) for index in range(6)]
+    parting = b"part" * 3
+    rows = [kept.add(ends[0], True, set()), kept.add(parting, False, set()), kept.add(ends[1], True, set())]
+    assert sorted(map(int, map(str, rows))) == [8, 9, 10]
+    assert kept.get(ends[0]) is not None  # used: the other end is older
+    assert kept.add(ends[2], True, set()) == rows[2]
+    assert kept.get(ends[1]) is None and kept.get(parting) is not None
+    first = kept.get(ends[0])
+    assert first is not None
+    kept.part(ends[0])
+    assert kept.add(ends[3], True, {first.row}) == rows[2], "of ends the oldest goes"
+    pinned = {row for row in rows if row is not None}
+    assert kept.add(ends[4], True, pinned) is None, "what a step reads is not replaced"
+    found = kept.find(parting + ends[5])
+    assert found is not None and found.tokens == parting
+    kept.clear()
+    assert kept.find(parting) is None and len({kept.add(each, True, set()) for each in ends[:3]}) == 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_trees_of_prompts(seed: int) -> None:
+    """The fake device checks that each state is of the tokens before it."""
+    rng = random.Random(seed)
+    size = rng.choice([1, 3, 8, 32])
+    loop = make_loop(500 // size + 40, size, rng.choice([1, 3, 12]), rng.choice([9, 40, 200]), states=True)
+    prompts = branching_prompts(rng, 60, 50, 9)
+    run_all(loop, prompts, [SamplingParams(max_tokens=rng.randint(1, 9)) for _ in prompts])
+    assert sum(cached(loop)) > 0
+    run_all(loop, prompts[-3:], [ONE] * 3)
