@@ -34,6 +34,9 @@ class CheckedSetup(RankSetup):
         def allocate_nan(num_blocks: int) -> int:
             allocated = allocate(num_blocks)
             runner.kv_cache.fill_(float("nan"))
+            for layer in runner.model.state_layers:
+                layer.pool.fill_(float("nan"))
+                layer.conv_pool.fill_(float("nan"))
             return allocated
 
         runner.allocate_kv_cache = allocate_nan  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -94,6 +95,33 @@ class MoESpec(Mixture):
         return record
 
 
+class _FileExpert:
+    """Some rows of an expert, in a file's tensor of all experts."""
+
+    def __init__(self, source: Any, index: int, start: int, count: int) -> None:
+        self._source, self._index, self._start, self._count = source, index, start, count
+
+    def get_shape(self) -> list[int]:
+        return [self._count, *self._source.get_shape()[2:]]
+
+    def get_dtype(self) -> str:
+        dtype: str = self._source.get_dtype()
+        return dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        first, *others = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = (slice(None) if first is ... else first).indices(self._count)
+        rows = slice(self._start + start, self._start + stop)
+        found: torch.Tensor = self._source[(slice(self._index, self._index + 1), rows, *others)]
+        return found[0]
+
+
+def _expert(source: WeightSource, index: int, start: int, count: int) -> WeightSource:
+    if isinstance(source, torch.Tensor):
+        return source[index, start : start + count]
+    return _FileExpert(source, index, start, count)
+
+
 @dataclass(frozen=True)
 class ExpertNames(FileNames):
     """Names of files whose experts have tensors of their own. From transformers 5 on a state_dict holds all
@@ -109,17 +137,17 @@ class ExpertNames(FileNames):
 
     def parts(self, name: str, tensor: WeightSource) -> Iterable[tuple[str, WeightSource]]:
         """The tensors of single experts that a tensor is, or itself."""
-        if not isinstance(tensor, torch.Tensor):
-            return [(name, tensor)]
+        shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape()
         module, _, last = name.replace(".mlp.", f".{self.spec.block}.").rpartition(".")
         gate, up, down = self.spec.projections
         parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(last)
-        if parts is None or not module.endswith(".experts") or tensor.dim() != 3:
+        if parts is None or not module.endswith(".experts") or len(shape) != 3:
             return [(f"{module}.{last}", tensor)]
+        count = shape[1] // len(parts)
         return [
-            (f"{module}.{index}.{part}.weight", rows)
-            for index, expert in enumerate(tensor)
-            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True)
+            (f"{module}.{index}.{part}.weight", _expert(tensor, index, place * count, count))
+            for index in range(shape[0])
+            for place, part in enumerate(parts)
         ]
 
 

@@ -96,7 +96,13 @@ def forward(
         prefill=ranges if len(token_ids) > 1 else None,
     )
     rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int32)
-    logits = model.compute_logits(model(torch.tensor(token_ids), Step(positions, meta, slots=torch.zeros(len(token_ids), dtype=torch.int64)), rows))
+    logits = model.compute_logits(
+        model(
+            torch.tensor(token_ids),
+            Step(positions, meta, slots=torch.zeros(len(token_ids), dtype=torch.int64)),
+            rows,
+        )
+    )
     assert logits is not None
     return logits
 

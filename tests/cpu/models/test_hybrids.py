@@ -1,0 +1,210 @@
+"""Qwen3-Next and Qwen3.5: what files call their weights, what config.json may say, and kept states in use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import inside
+import pytest
+import torch
+from checked_llm import make_tiny
+from safetensors.torch import load_file, save_file
+from test_models import PROMPT, forward, load
+from tiny_models import (
+    edit_json,
+    transformers_greedy,
+    transformers_logits,
+    write_tiny_model,
+)
+
+from nanovllm import SamplingParams
+from nanovllm.models.registry import load_model_config
+from nanovllm.states.spec import StateSpec, most_sequences, num_kept, num_rows
+
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SHARED = [3 + 7 * index % 83 for index in range(41)]
+PROMPTS = [[*SHARED, *range(10 + own, 14 + own)] for own in range(6)]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_prompts_begin_with_a_kept_state(tmp_path: Path, family: str) -> None:
+    """States are NaN at the start; prompts of one call, of another one, and a chat that goes on."""
+    folder = write_tiny_model(tmp_path, family)
+    expected = [transformers_greedy(folder, prompt, 6) for prompt in PROMPTS]
+    with make_tiny(folder, num_kvcache_blocks=60, max_num_batched_tokens=50) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert [each["token_ids"] for each in outputs] == expected
+        cached = sorted(seq.num_cached_tokens for seq in llm.sequences)
+        assert cached == [0, 0, 41, 41, 41, 41]
+        longer = [[*prompt, *tokens, 5] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+        outputs = llm.generate(longer, GREEDY, use_tqdm=False)
+        assert [each["token_ids"] for each in outputs] == [transformers_greedy(folder, x, 6) for x in longer]
+        assert {seq.num_cached_tokens for seq in llm.sequences[6:]} == {45}
+
+
+def test_a_preempted_sequence_begins_with_a_kept_state(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "qwen3_5")
+    expected = [transformers_greedy(folder, prompt, 40) for prompt in PROMPTS[:4]]
+    with make_tiny(folder, num_kvcache_blocks=20, max_num_seqs=4, max_model_len=96) as llm:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        outputs = llm.generate(PROMPTS[:4], params, use_tqdm=False)
+        assert [each["token_ids"] for each in outputs] == expected
+        assert any(seq.num_preemptions for seq in llm.sequences)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_model_that_reads_images(tmp_path: Path, experts: bool) -> None:
+    """Its decoder alone; the tensors of images and of speculation are left out."""
+    family = "qwen3_5_moe" if experts else "qwen3_5"
+    plain = write_tiny_model(tmp_path / "plain", family)
+    config = json.loads((plain / "config.json").read_text())
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    kind = "Qwen3_5MoeForConditionalGeneration" if experts else "Qwen3_5ForConditionalGeneration"
+    ties = config.pop("tie_word_embeddings")
+    text = {"architectures": [kind], "text_config": config, "vision_config": {"depth": 2}}
+    (whole / "config.json").write_text(json.dumps(text | {"tie_word_embeddings": ties}))
+    tensors = {
+        f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name: value
+        for name, value in load_file(plain / "model.safetensors").items()
+    }
+    others = {f"{prefix}.weight": torch.ones(3) for prefix in ("model.visual.blocks.0.norm1", "mtp.fc")}
+    save_file(tensors | others, whole / "model.safetensors")
+    torch.testing.assert_close(forward(load(whole), PROMPT), forward(load(plain), PROMPT), rtol=0, atol=0)
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As other writers have them: gate and up of all experts in one tensor."""
+    folder = write_tiny_model(tmp_path, "qwen3_5_moe")
+    expected, file = transformers_logits(folder, PROMPT), folder / "model.safetensors"
+    tensors = load_file(file)
+    prefix = "model.layers.0.mlp.experts"
+    if f"{prefix}.gate_up_proj" in tensors:  # this transformers writes one tensor: give each expert its own
+        gate_up, down = tensors.pop(f"{prefix}.gate_up_proj"), tensors.pop(f"{prefix}.down_proj")
+        for index in range(len(gate_up)):
+            gate, up = gate_up[index].chunk(2)
+            parts = {"gate_proj": gate, "up_proj": up, "down_proj": down[index]}
+            tensors |= {f"{prefix}.{index}.{name}.weight": x.contiguous() for name, x in parts.items()}
+    else:
+        own = [
+            torch.stack([tensors.pop(f"{prefix}.{index}.{name}.weight") for index in range(10)])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        ]
+        tensors[f"{prefix}.gate_up_proj"] = torch.cat(own[:2], dim=1)
+        tensors[f"{prefix}.down_proj"] = own[2]
+    save_file(tensors, file)
+    torch.testing.assert_close(forward(load(folder), PROMPT), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_by_an_interval(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_model(tmp_path, family, num_hidden_layers=4, layer_types=None)
+    edit_json(folder / "config.json", remove=("layer_types",), full_attention_interval=4)
+    config = load_model_config(folder)
+    assert [spec.state is None for spec in config.attention] == [False, False, False, True]
+    torch.testing.assert_close(
+        forward(load(folder), PROMPT), transformers_logits(folder, PROMPT), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_ropes_of_releases(tmp_path: Path) -> None:
+    """With sections for images, which text does not need; a share of each head is rotated, by default too."""
+    rope = {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5}
+    sections = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    folder = write_tiny_model(tmp_path, "qwen3_5", rope_parameters=rope | sections)
+    expected = transformers_logits(folder, PROMPT)
+    torch.testing.assert_close(forward(load(folder), PROMPT), expected, rtol=1e-4, atol=1e-4)
+    assert load_model_config(folder).spec(0).rope.rotary_dim(16) == 8  # type: ignore[union-attr]
+    edit_json(folder / "config.json", remove=("rope_parameters",))
+    assert load_model_config(folder).spec(0).rope.rotary_dim(16) == 4  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate False is not supported"),
+        (
+            {"linear_num_value_heads": 5},
+            "linear_num_value_heads 5 must be 1 to 8 times linear_num_key_heads 2",
+        ),
+        ({"linear_key_head_dim": 24}, "linear_key_head_dim must be a multiple of 16 up to 256, not 24"),
+        ({"linear_value_head_dim": 272}, "linear_value_head_dim must be a multiple of 16 up to 256, not 272"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2, not 1"),
+        ({"layer_types": ["linear_attention"] * 4}, "names no full_attention layer"),
+        (
+            {"layer_types": ["mamba"] * 4},
+            "layer_types ['mamba', 'mamba', 'mamba', 'mamba'] are not supported",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = write_tiny_model(tmp_path, "qwen3_5")
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(ValueError, match="config.json") as error:
+        load_model_config(folder)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"deterministic": True},
+            "deterministic=True is not supported for a model with Gated DeltaNet layers",
+        ),
+        ({"tensor_parallel_size": 4}, "linear_num_value_heads 6 cannot be split over 4 ranks"),
+    ],
+)
+def test_options_that_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_tiny(write_tiny_model(tmp_path, "qwen3_5"), **options)
+
+
+def test_gates_of_files_in_float32(tmp_path: Path) -> None:
+    """`A_log` takes the model's dtype, as in transformers."""
+    folder = write_tiny_model(tmp_path, "qwen3_5", dtype="bfloat16")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.linear_attn.A_log"
+    tensors[name] = tensors[name].float() + 1e-4
+    save_file(tensors, folder / "model.safetensors")
+    with make_tiny(folder, dtype="bfloat16") as llm:
+        [output] = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    assert len(output["token_ids"]) == 6
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"tensor_parallel_size": 2}], ids=str)
+def test_beside_other_options(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Two calls give one answer, and nearly that of transformers."""
+    folder = write_tiny_model(tmp_path, "qwen3_5")
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    expected = transformers_logits(folder, PROMPTS[0]).log_softmax(-1)
+    with make_tiny(folder, num_kvcache_blocks=60, **options) as llm:
+        first, second = (llm.generate(PROMPTS, GREEDY, use_tqdm=False) for _ in range(2))
+        assert [each["token_ids"] for each in first] == [each["token_ids"] for each in second]
+        [output] = llm.generate(PROMPTS[:1], scored, use_tqdm=False)
+    given = [
+        each[token].logprob for each, token in zip(output.prompt_logprobs[1:], PROMPTS[0][1:], strict=True)
+    ]
+    own = expected[:-1].gather(1, torch.tensor(PROMPTS[0][1:])[:, None])[:, 0]
+    assert (torch.tensor(given) - own).abs().mean() < (0.3 if "kv_cache_dtype" in options else 1e-4)
+
+
+def test_the_memory_of_states(tmp_path: Path) -> None:
+    """As the door's page computes it; fewer sequences run at once where the states of more take too much."""
+    folder = write_tiny_model(tmp_path, "qwen3_5")
+    spec = StateSpec(2, 6, 16, 32, 4)
+    assert spec.row_bytes(4) == 4 * (6 * 16 * 32 + 3 * (2 * 2 * 16 + 6 * 32))
+    with make_tiny(folder, max_num_seqs=5) as llm:
+        layers = inside.model(llm).state_layers
+        assert len(layers) == 3 and num_rows(5) == 5 + num_kept(5) == 21
+        for layer in layers:
+            assert layer.pool.nbytes + layer.conv_pool.nbytes == 21 * spec.row_bytes(4)
+            assert layer.state_bytes(5) == 21 * spec.row_bytes(4)
+    for rows in (17, 100, 1000):
+        most = most_sequences(10, 40 * rows, True)
+        assert num_rows(most) <= rows < num_rows(most + 2)
+    assert most_sequences(2**40, 2**40, True) == 1, "one always runs"
