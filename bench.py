@@ -43,8 +43,9 @@ from tools.benchmark.kernels import PROFILE_TOKENS, profile
 from tools.benchmark.options import device_name, parse_args
 from tools.benchmark.report import report
 from tools.benchmark.roofline import Cost, Floor, Speed, broken_floor, device_speed, floor_of
+from tools.benchmark.shapes import write_shape
 from tools.benchmark.steps import Step, host_exposed, phases, step_times
-from tools.benchmark.workloads import Workload, make_workload, write_shape
+from tools.benchmark.workloads import Workload, make_workload
 
 IMPORT_SECONDS = time.perf_counter() - IMPORTS_BEGIN
 

@@ -180,7 +180,7 @@ class Batch:
     extras: Extras = NO_EXTRAS
     # Of each group, [C, 4] int32: source block, target block, first cell, number of cells. Each layer copies
     # the K/V of these cells after it stores the step's and before any row attends. No cell is source and
-    # target. (): nothing is copied. Of a model with states one more: kept row, slot, position, is_saved.
+    # target. (): nothing is copied.
     copies: tuple[np.ndarray, ...] = ()
 
 

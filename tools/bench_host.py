@@ -28,7 +28,8 @@ from nanovllm.batch import Batch, StepKind, StepOutput
 from nanovllm.engine import startup
 from nanovllm.llm import LLM
 from nanovllm.runner.inputs import PendingOutput, prepare_decode, prepare_prefill
-from tools.benchmark.workloads import SYNTHETIC, write_shape
+from tools.benchmark.shapes import write_shape
+from tools.benchmark.workloads import SYNTHETIC
 
 BLOCKS = 2**20  # tokens of the KV cache
 

@@ -31,7 +31,8 @@ from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.run import run as run_job
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.stats.summary import EngineStats, summary
-from tools.benchmark.workloads import QWEN3, Workload, demo, headline, prefixes, write_shape
+from tools.benchmark.shapes import QWEN3, write_shape
+from tools.benchmark.workloads import Workload, demo, headline, prefixes
 
 
 class LoadedLLM:

@@ -23,7 +23,8 @@ from typing import Any
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model_path
 from tools.benchmark.engines import TEMPERATURE
-from tools.benchmark.workloads import SAMPLES, demo, headline, write_shape
+from tools.benchmark.shapes import write_shape
+from tools.benchmark.workloads import SAMPLES, demo, headline
 
 Run = Callable[[], int]  # returns how many tokens came out
 

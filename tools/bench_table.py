@@ -28,7 +28,8 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import load_model_config
 from tools.benchmark.engines import row_sampling
 from tools.benchmark.roofline import Cost, device_speed, floor_of
-from tools.benchmark.workloads import SHARED, SYNTHETIC, Workload, write_shape
+from tools.benchmark.shapes import write_shape
+from tools.benchmark.workloads import SHARED, SYNTHETIC, Workload
 from tools.measure_device import device_name
 
 PLAIN = {"temperature": 0.6}

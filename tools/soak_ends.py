@@ -28,7 +28,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm import demo_model_path
-from tools.benchmark.workloads import write_shape
+from tools.benchmark.shapes import write_shape
 from tools.endings import ENDINGS, START, TWICE
 
 HANG_SECONDS = 300

@@ -18,12 +18,7 @@ from nanovllm.attention.base import AttentionMetadata, AttentionSpec
 from nanovllm.device import Device
 from nanovllm.doors import Table
 from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
-from nanovllm.kernels.decode_attention import (
-    Shared,
-    SharedUnit,
-    paged_decode_attention_triton,
-    shared_unit,
-)
+from nanovllm.kernels.decode_attention import Shared, SharedUnit, paged_decode_attention_triton, shared_unit
 from nanovllm.kernels.kinds import Kinds
 from nanovllm.kernels.paged import KVCache
 from nanovllm.kernels.prefill_attention import paged_prefill_attention_triton

@@ -83,16 +83,6 @@ class SharedPrefixes(Generic[A]):
 
 
 @dataclass(frozen=True, eq=False)
-class StateColumns(Generic[A]):
-    """Of a prefill step: the states that begin or are kept elsewhere than in the slots of their sequences."""
-
-    sources: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # the row that each sequence begins with
-    save_starts: Annotated[A, Column(np.int32, lambda n: (n.seqs + 1,))]  # the first of a sequence's saves
-    save_positions: Annotated[A, Column(np.int32, lambda n: (n.copies,))]  # tokens before the state
-    save_rows: Annotated[A, Column(np.int32, lambda n: (n.copies,))]
-
-
-@dataclass(frozen=True, eq=False)
 class GroupColumns(Generic[A]):
     """What the layers of a further `KVGroup` have of their own in `AttentionColumns`."""
 
@@ -121,7 +111,8 @@ class AttentionColumns(Generic[A]):
     copies: Annotated[A, Column(np.int32, lambda n: (n.copies, 4))] | None = None
     longest_copy: int = 0  # the most cells of a copy
     others: tuple[GroupColumns[A], ...] = ()  # of the groups after the first
-    states: StateColumns[A] | None = None
+    # Only in prefill: where states begin and are kept besides, as `states/columns.py` packs it.
+    states: Annotated[A, Column(np.int32, lambda n: (2 * (n.seqs + n.copies) + 1,))] | None = None
 
     def of_group(self, group: int) -> AttentionColumns[A]:
         """Those for the layers of a group."""

@@ -39,7 +39,8 @@ def capture(runner: ModelRunner, progress: bool) -> None:
 
 def prefill_share(runner: ModelRunner) -> float:
     """What the graphs of prefill steps take of the memory of the largest step's activations; 0: there are
-    none. Pieces end at attention alone, and sums over several ranks are not captured, because NCCL keeps a graph alive and cannot be aborted."""
+    none. Pieces end at attention alone, so no layer with a state can be in one. Sums over several ranks are
+    not captured, because NCCL keeps a graph alive and cannot be aborted."""
     model = runner.model
     if runner.tp.size > 1 or runner.routed is not None or len(model.model.layers) < 2 or model.state_layers:
         return 0.0

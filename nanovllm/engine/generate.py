@@ -23,13 +23,7 @@ from nanovllm.lifecycle import Lifecycle, no_full_collections
 from nanovllm.models.config import ModelConfig
 from nanovllm.params import SamplingParams
 from nanovllm.text.processor import Processor
-from nanovllm.text.prompts import (
-    Prompt,
-    Request,
-    given_prompts,
-    parse_prompts,
-    parse_sampling_params,
-)
+from nanovllm.text.prompts import Prompt, Request, given_prompts, parse_prompts, parse_sampling_params
 
 
 def asleep_error(sleeping: Collection[str], why: str = "") -> RuntimeError:

@@ -4,7 +4,6 @@ sequences that it can compute. Loads no weights and keeps no state.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,7 +18,6 @@ from nanovllm.device import Device, cpu_door
 from nanovllm.device_memory import CPU_KV_CACHE_BYTES
 from nanovllm.doors import EXTRAS, STATES, TEXT, Table, find
 from nanovllm.errors import ModelLoadError
-from nanovllm.inputs import show
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import (
     GENERATION_FILE,
@@ -153,7 +151,6 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         if type(tokenizer).__name__.startswith("MistralCommon"):  # of a tekken.json beside the tokenizer.json
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-        _add_template(tokenizer, Path(path))
         if not tokenizer("a")["input_ids"]:  # transformers' result for a folder without tokenizer files
             raise ValueError("its vocabulary is empty")
         _TEXT["match_files"](tokenizer, Path(path))
@@ -166,19 +163,6 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
             "prompts"
         ) from error
     return tokenizer
-
-
-def _add_template(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Give the tokenizer the chat template of `chat_template.json`, where processors of transformers have it,
-    if it has no other. ValueError if the file has none."""
-    file = path / "chat_template.json"
-    if tokenizer.chat_template is not None or not file.is_file():
-        return
-    content = json.loads(file.read_text("utf-8"))
-    template = content.get("chat_template") if isinstance(content, dict) else None
-    if not isinstance(template, str):
-        raise ValueError(f"{file.name} must have a string as its 'chat_template', not {show(template)}")
-    tokenizer.chat_template = template
 
 
 def make_processor(config: Config, path: Path, model_config: ModelConfig) -> Processor:

@@ -1,12 +1,13 @@
-"""Qwen3-Next and Qwen3.5, dense and with experts: three of four layers are Gated DeltaNet, and attention has a
-gate. Of a model that reads images only the decoder is read; the layers for speculation are left out.
+"""Qwen3-Next and Qwen3.5, dense and with experts: most layers are Gated DeltaNet, and attention has a gate.
+
+Of a model that reads images only the decoder is read; the layers for speculation are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -101,7 +102,6 @@ class HybridNames(FileNames):
 
     heads: int = field(kw_only=True)
     state: StateSpec = field(kw_only=True)
-    by_key_head: bool = field(kw_only=True)
 
     def tensors(
         self, full_name: str, tensor: WeightSource, packed_rows: PackedRows
@@ -125,10 +125,16 @@ class HybridExpertNames(ExpertNames, HybridNames):
     """The same with experts."""
 
 
+@dataclass(frozen=True)
 class _Hybrid(ModelFamily):
     """What is read of both kinds, with experts and without."""
 
-    by_key_head = False
+    qkv_bias: bool | str = "attention_bias"
+    o_bias: bool | str = "attention_bias"
+    qk_norm: Literal["head", "all"] | None = "head"
+    kinds: Callable[[HFConfig], Sequence[str]] = lambda hf: layer_kinds(hf, lambda layer: False)
+    rotary_share: float | None = 0.25
+    by_key_head: bool = False  # how files order the projections of Gated DeltaNet
     text_config = GemmaFamily.text_config  # type: ignore[assignment]
 
     def own_names(self, raw: dict[str, Any]) -> Mapping[str, Any]:
@@ -178,15 +184,11 @@ class _Hybrid(ModelFamily):
             packed["in_proj_ba"] = {"in_proj_b": state.v_heads, "in_proj_a": state.v_heads}
         else:
             packed["in_proj_qkv"] = qkv
-        own: dict[str, Any] = {"heads": config.num_heads, "state": state, "by_key_head": self.by_key_head}
-        moe = config.moe
+        moe, heads = config.moe, config.num_heads
         if isinstance(moe, MoESpec):
-            return HybridExpertNames(packed, _PREFIXES, moe.projections[-1], spec=moe, **own)
-        return HybridNames(packed, _PREFIXES, **own)
-
-
-class HybridFamily(_Hybrid, ModelFamily):
-    """Qwen3.5 without experts."""
+            last = moe.projections[-1]
+            return HybridExpertNames(packed, _PREFIXES, last, spec=moe, heads=heads, state=state)
+        return HybridNames(packed, _PREFIXES, heads=heads, state=state)
 
 
 class HybridMoEFamily(_Hybrid, MoEFamily):
@@ -198,8 +200,6 @@ class HybridMoEFamily(_Hybrid, MoEFamily):
 
 class QwenNextFamily(_Hybrid, MoEFamily):
     """Qwen3-Next."""
-
-    by_key_head = True
 
 
 _SHARED: dict[str, Any] = {
@@ -214,14 +214,7 @@ _SHARED: dict[str, Any] = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-_KINDS: dict[str, Any] = {
-    "qkv_bias": "attention_bias",
-    "o_bias": "attention_bias",
-    "qk_norm": "head",
-    "kinds": lambda hf: layer_kinds(hf, lambda layer: False),
-    "rotary_share": 0.25,
-}
-QWEN3_5 = HybridFamily(
+QWEN3_5 = _Hybrid(
     defaults={
         **_SHARED,
         "vocab_size": 248320,
@@ -231,7 +224,6 @@ QWEN3_5 = HybridFamily(
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
     },
-    **_KINDS,
 )
 QWEN3_5_MOE = HybridMoEFamily(
     defaults={
@@ -248,7 +240,7 @@ QWEN3_5_MOE = HybridMoEFamily(
         "num_experts": 256,
         "norm_topk_prob": True,
     },
-    **_KINDS,
+    reads=("num_experts",),
 )
 QWEN3_NEXT = QwenNextFamily(
     defaults={
@@ -258,5 +250,6 @@ QWEN3_NEXT = QwenNextFamily(
         "num_experts_per_tok": 10,
         "num_experts": 512,
     },
-    **_KINDS,
+    reads=("num_experts",),
+    by_key_head=True,
 )

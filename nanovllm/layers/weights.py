@@ -82,12 +82,7 @@ def named(what: str) -> Iterator[None]:
 
 _NEEDED: Kinds[Kind, tuple[str, ...]] = Kinds(  # methods of `LinearMethod` that a weight needs
     "kind of weight",
-    {
-        "linear": (),
-        "lm_head": (),
-        "embedding": ("embed",),
-        "tied_embedding": ("embed", "first_rows"),
-    },
+    {"linear": (), "lm_head": (), "embedding": ("embed",), "tied_embedding": ("embed", "first_rows")},
 )
 
 

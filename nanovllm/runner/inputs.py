@@ -11,17 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
-from typing import Annotated, Any, Generic
+from typing import Annotated, Generic
 
 import numpy as np
 import torch
 
-from nanovllm.attention.base import (
-    AttentionColumns,
-    GroupColumns,
-    PrefillRanges,
-    SharedPrefixes,
-)
+from nanovllm.attention.base import AttentionColumns, GroupColumns, PrefillRanges, SharedPrefixes
 from nanovllm.batch import (
     NO_SLOT,
     A,
@@ -35,9 +30,7 @@ from nanovllm.batch import (
     prefix_sum,
 )
 from nanovllm.device import Device
-from nanovllm.doors import STATES, Table
-
-_STATES: Table[Any] = Table(STATES)
+from nanovllm.doors import STATES, find
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +66,7 @@ def prepare_prefill(batch: Batch, block_size: int, split: Split | None = None) -
         context_lens=context_lens,
         max_seqlen_k=int(context_lens.max()),
         prefill=PrefillRanges(cu_seqlens_q, prefix_sum(context_lens), int(query_lens.max())),
-        states=_STATES["columns"](batch) if len(batch.copies) > len(batch.tables) else None,
+        states=find(STATES["columns"])(batch) if len(batch.copies) > len(batch.tables) else None,
         others=tuple(others),
     )
     halves = None if split is None else split(batch, attention)

@@ -17,6 +17,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import WeightOptions, WeightShard
+from nanovllm.states.columns import unpacked
 from nanovllm.states.kernels.causal_conv import causal_conv, causal_conv_step
 from nanovllm.states.kernels.delta_heads import DeltaHeads, Gates
 from nanovllm.states.kernels.delta_prefill import delta_prefill
@@ -41,8 +42,7 @@ class PackedStep:
             starts, moves = meta.prefill.cu_seqlens_q, meta.states
             first = starts[:-1]
             rows, positions = step.slots[first].int(), step.positions[first]
-            sources = None if moves is None else moves.sources
-            saves = None if moves is None else Saves(moves.save_starts, moves.save_positions, moves.save_rows)
+            sources, saves = (None, None) if moves is None else unpacked(moves, len(first))
             self._of, self._packed = meta, (pack(starts, positions, rows, len(step.slots), sources), saves)
         return self._packed
 

@@ -14,7 +14,7 @@ from checked_llm import CheckedLLM, logits_of
 from needs import needs_kv_cache_dtype
 
 from nanovllm import LLM, SamplingParams
-from tools.benchmark.workloads import write_shape
+from tools.benchmark.shapes import write_shape
 
 pytestmark = pytest.mark.gpu
 

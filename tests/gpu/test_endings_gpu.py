@@ -8,7 +8,7 @@ import endings
 import pytest
 import torch
 
-from tools.benchmark.workloads import write_shape
+from tools.benchmark.shapes import write_shape
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from tools.benchmark.workloads import write_shape
+from tools.benchmark.shapes import write_shape
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from prefix_cases import branching_prompts
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from tools.benchmark.workloads import write_shape
+from tools.benchmark.shapes import write_shape
 
 pytestmark = pytest.mark.gpu
 

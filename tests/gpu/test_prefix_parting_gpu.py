@@ -13,7 +13,7 @@ from needs import needs_kv_cache_dtype
 from prefix_cases import branching_prompts, must_compute
 
 from nanovllm import SamplingParams
-from tools.benchmark.workloads import write_shape
+from tools.benchmark.shapes import write_shape
 
 pytestmark = pytest.mark.gpu
 

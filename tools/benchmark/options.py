@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from tools.benchmark.engines import ENGINES, TEMPERATURE, parse_sampling
-from tools.benchmark.workloads import GEMMA3, GPT_OSS, QWEN3, QWEN3_5, SHARED, SYNTHETIC
+from tools.benchmark.shapes import GEMMA3, GPT_OSS, QWEN3, QWEN3_5
+from tools.benchmark.workloads import SHARED, SYNTHETIC
 
 PASSED_ON = ("max_model_len", "kv_cache_dtype", "tensor_parallel_size", "data_parallel_size")
 PASSED_ON += ("deterministic", "tokenizer", "quantization")

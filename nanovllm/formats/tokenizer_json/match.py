@@ -25,6 +25,7 @@ from nanovllm.formats.tokenizer_json.bpe import (
     special_around,
     split_steps,
 )
+from nanovllm.inputs import show
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -81,14 +82,29 @@ _LONGEST_PROBE = 64  # tokens with texts of their own that are tried
 _START_WITH_BOS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
+def _add_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Give the tokenizer the chat template of `chat_template.json`, where processors of transformers have it,
+    if it has no other. ValueError if the file has none."""
+    file = folder / "chat_template.json"
+    if tokenizer.chat_template is not None or not file.is_file():
+        return
+    content = json.loads(file.read_text("utf-8"))
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    if not isinstance(template, str):
+        raise ValueError(f"{file.name} must have a string as its 'chat_template', not {show(template)}")
+    tokenizer.chat_template = template
+
+
 def match_files(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Change `tokenizer`, which transformers loaded from `folder`, so that it gives the ids of the files.
+    """Change `tokenizer`, which transformers loaded from `folder`, so that it gives the ids of the files and
+    has their chat template.
 
     A tokenizer of other code than transformers', or one without `tokenizers`, stays as it is. ModelLoadError
     for a SentencePiece model that neither transformers nor this module reproduces.
     """
     from tokenizers import Tokenizer
 
+    _add_template(tokenizer, folder)
     own = getattr(tokenizer, "_tokenizer", None)
     if not isinstance(own, Tokenizer) or not type(tokenizer).__module__.startswith("transformers."):
         return

@@ -22,7 +22,7 @@ from nanovllm.kernels.compat import INTERPRET
 from nanovllm.runner.memory import CacheLayout
 from nanovllm.windows.policy import Window
 from tools.bench_host import without_device
-from tools.benchmark.workloads import write_shape
+from tools.benchmark.shapes import write_shape
 
 WINDOWED = ("mistral-window", "gemma3", "gemma2", "olmo3", "phi3", "exaone4", "gemma4", "gemma4-small")
 WINDOWED += ("gpt_oss", "qwen2-window", "qwen3-window")

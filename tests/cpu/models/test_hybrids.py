@@ -144,7 +144,7 @@ def test_ropes_of_releases(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder = write_tiny_model(tmp_path, "qwen3_5")
     edit_json(folder / "config.json", **changes)
-    with pytest.raises(ValueError, match="config.json") as error:
+    with pytest.raises(ValueError, match=r"config\.json") as error:
         load_model_config(folder)
     assert message in str(error.value)
 

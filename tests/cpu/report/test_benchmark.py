@@ -32,8 +32,9 @@ from tools import measure_device
 from tools.benchmark import roofline
 from tools.benchmark.kernels import busy_time, costliest, group_replays, read_trace, replay_times
 from tools.benchmark.roofline import Cost, Speed, broken_floor, device_speed, floor_of
+from tools.benchmark.shapes import QWEN3, QWEN3_MOE, write_shape
 from tools.benchmark.steps import Step, StepRecorder, phases, step_times
-from tools.benchmark.workloads import QWEN3, QWEN3_MOE, Workload, headline, write_shape
+from tools.benchmark.workloads import Workload, headline
 
 # -- the floor ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,131 @@
+"""The shapes of bench.py: config.json of models, for dummy weights. Loads no model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+QWEN3 = {  # name: layers, hidden, intermediate, heads, tied embeddings
+    "qwen3-0.6b": (28, 1024, 3072, 16, True),
+    "qwen3-1.7b": (28, 2048, 6144, 16, True),
+    "qwen3-4b": (36, 2560, 9728, 32, True),
+    "qwen3-8b": (36, 4096, 12288, 32, False),
+    "qwen3-14b": (40, 5120, 17408, 40, False),
+    "qwen3-32b": (64, 5120, 25600, 64, False),
+    "qwen3-30b-a3b": (48, 2048, 6144, 32, False),
+}
+QWEN3_MOE: dict[str, dict[str, Any]] = {  # what a mixture of experts adds to the config
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+}
+GEMMA3 = {"gemma3-4b": (34, 2560, 10240, 8, True)}  # the same; a window of 1,024 in five of six layers
+GEMMA3_CONFIG: dict[str, Any] = {  # what differs from a Qwen3 of this shape
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "max_position_embeddings": 131072,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+GPT_OSS = {"gpt-oss-20b": (24, 2880, 2880, 64, False)}  # the same; the width of an expert
+GPT_OSS_CONFIG: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 131072,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "eos_token_id": 200002,
+    "bos_token_id": 199998,
+}
+QWEN3_5 = {  # layers, hidden size, intermediate size or width of an expert, query heads, ties embeddings
+    "qwen3.5-0.8b": (24, 1024, 3584, 8, True),
+    "qwen3.5-4b": (32, 2560, 9216, 16, True),
+    "qwen3.5-27b": (64, 5120, 17408, 24, False),
+    "qwen3.5-35b-a3b": (40, 2048, 512, 16, False),
+}
+QWEN3_5_HEADS = {  # KV heads, value heads of a state
+    **{"qwen3.5-0.8b": (2, 16), "qwen3.5-4b": (4, 32), "qwen3.5-27b": (4, 48), "qwen3.5-35b-a3b": (2, 32)},
+}
+
+
+def qwen3_5_config(name: str) -> dict[str, Any]:
+    """What differs from a Qwen3 of this shape."""
+    kv_heads, value_heads = QWEN3_5_HEADS[name]
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "eos_token_id": 248046,
+    }
+    if name.endswith("a3b"):
+        experts = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+        config |= {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"} | experts
+        config |= {"shared_expert_intermediate_size": 512}
+    return config
+
+
+def write_shape(name: str, folder: Path, longest: int = 0) -> Path:
+    """Write the config.json of a shape, for dummy weights and sequences of up to `longest` tokens."""
+    layers, hidden, intermediate, heads, tied = (QWEN3 | GEMMA3 | GPT_OSS | QWEN3_5)[name]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "max_position_embeddings": max(40960, longest),
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "bos_token_id": 151643,
+    }
+    if name in GEMMA3:
+        config |= GEMMA3_CONFIG
+    if name in GPT_OSS:
+        config |= GPT_OSS_CONFIG
+    if name in QWEN3_5:
+        config |= qwen3_5_config(name)
+    (folder / "config.json").write_text(json.dumps(config | QWEN3_MOE.get(name, {})))
+    return folder
