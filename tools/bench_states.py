@@ -24,7 +24,7 @@ from nanovllm.states.kernels import causal_conv as conv
 from nanovllm.states.kernels.causal_conv import causal_conv_step_triton, causal_conv_triton
 from nanovllm.states.kernels.delta_heads import DeltaHeads, Gates
 from nanovllm.states.kernels.delta_prefill import PREFILL_TILES, PrefillTiles, delta_prefill_triton
-from nanovllm.states.kernels.delta_step import STEP_TILE, TokenTile, delta_step_triton
+from nanovllm.states.kernels.delta_step import TokenTile, choose_tile, delta_step_triton
 from nanovllm.states.kernels.gated_norm import gated_norm_triton
 from nanovllm.states.kernels.packed import Packed, pack
 
@@ -123,13 +123,13 @@ def step_calls(
 def bench_step(name: str, tiles: Sequence[TokenTile], log: TextIO) -> None:
     heads = MODELS[name]
     for rows, pool_dtype in product(STEP_ROWS, (torch.float32, torch.bfloat16)):
-        found = {}
-        for tile in tiles:
+        found, own = {}, choose_tile(rows, pool_dtype)
+        for tile in (own, *tiles):
             what = f"step {name} {rows} rows {pool_dtype} {tuple(tile)}"
             found[tile] = attempt(step_calls(heads, rows, tile, pool_dtype), what, log)
             print(f"  {what}: {found[tile] * 1e6:.1f} us", file=log, flush=True)
-        for text, tile in (("as launched", STEP_TILE), ("best", min(found, key=lambda each: found[each]))):
-            if tile in found and (text == "as launched" or tile != STEP_TILE):
+        for text, tile in (("as launched", own), ("best", min(found, key=lambda each: found[each]))):
+            if tile in found and (text == "as launched" or tile != own):
                 took = found[tile]
                 moved = rows * heads.v_heads * heads.k_dim * heads.v_dim * pool_dtype.itemsize * 2
                 moved += rows * 2 * (heads.channels + heads.v_heads * heads.v_dim)
@@ -294,7 +294,7 @@ def main() -> None:
     args = parser.parse_args()
     steps = [TokenTile(*map(int, each.split(","))) for each in args.step_tiles]
     prefills = [PrefillTiles(*map(int, each.split(","))) for each in args.prefill_tiles]
-    steps = [STEP_TILE, *steps, *(STEP_SWEEP if args.sweep else ())]
+    steps = [*steps, *(STEP_SWEEP if args.sweep else ())]
     prefills = [PREFILL_TILES, *prefills, *(PREFILL_SWEEP if args.sweep else ())]
     with open(args.output, "w") as log:
         copied = copy_speed()

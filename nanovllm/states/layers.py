@@ -82,9 +82,9 @@ class GatedDeltaNet(WeightLayer):
         self._kernel, self._packed = spec.kernel, [packed]  # in a list, so that layers share it
         sizes = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values}
         gates = {"in_proj_b": spec.v_heads, "in_proj_a": spec.v_heads}
-        one = type(config.quant) is QuantConfig  # others store the gates' weights in another way
-        self.in_proj = MergedColumnParallelLinear(hidden, sizes | gates if one else sizes, tp)
-        self.gates_proj = None if one else MergedColumnParallelLinear(hidden, gates, tp)
+        # Two products: files that quantise the first leave the gates' weights as they are.
+        self.in_proj = MergedColumnParallelLinear(hidden, sizes, tp)
+        self.gates_proj = MergedColumnParallelLinear(hidden, gates, tp)
         self.conv1d = _Convolution({"conv_q": keys, "conv_k": keys, "conv_v": values}, spec.kernel, tp)
         self.norm = RMSNorm(spec.v_dim, config.rms_norm_eps)
         self.out_proj = RowParallelLinear(values, hidden, tp)
@@ -120,9 +120,8 @@ class GatedDeltaNet(WeightLayer):
         heads, conv = self.heads, self.conv1d.weight.squeeze(1)
         projected = self.in_proj(x)
         assert isinstance(projected, torch.Tensor)
-        gates_at = heads.channels + heads.v_heads * heads.v_dim
-        qkv, z = projected[:, : heads.channels], projected[:, heads.channels : gates_at]
-        b, a = (projected[:, gates_at:] if self.gates_proj is None else self.gates_proj(x)).chunk(2, dim=1)
+        qkv, z = projected[:, : heads.channels], projected[:, heads.channels :]
+        b, a = self.gates_proj(x).chunk(2, dim=1)
         gates = Gates(a, b, self.A_log, self.dt_bias)
         if step.meta.prefill is None:
             assert step.slots is not None

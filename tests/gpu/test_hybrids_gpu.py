@@ -16,9 +16,9 @@ pytestmark = pytest.mark.gpu
 
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
-# Of log-probabilities. A millionth of the greatest output of a state, added to it, changes them by 4e-3 in
-# these models, as measured; another state by about 1.
-ERROR = 3e-2
+# Of log-probabilities; 6e-5 was found. In these models a millionth of the greatest output of a state, added to
+# it, changes them by 4e-3, and products of tf32 by 0.1.
+ERROR = 1e-3
 OPTIONS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "chunks": {"max_num_batched_tokens": 48, "max_num_seqs": 48},
@@ -38,16 +38,16 @@ def prompts(count: int) -> list[list[int]]:
     return found
 
 
-def check(folder: Path, text: list[int], output: Any) -> None:
-    """Each token is the likeliest by transformers, within ERROR, and has the logprob that it gives."""
+def error_of(folder: Path, text: list[int], output: Any) -> float:
+    """How far the logprobs are from transformers', and each token from the likeliest one."""
     [completion] = output.outputs
     tokens = list(completion.token_ids)
     expected = transformers_logits(folder, text + tokens)[len(text) - 1 : -1].log_softmax(-1)
     own = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     given = [each[token].logprob for each, token in zip(completion.logprobs, tokens, strict=True)]
     assert len(given) == 20
-    torch.testing.assert_close(torch.tensor(given), own, rtol=0, atol=ERROR)
-    assert (expected.amax(1) - own).max() <= 2 * ERROR
+    distance, behind = (torch.tensor(given) - own).abs().max(), (expected.amax(1) - own).max()
+    return max(distance.item(), behind.item() / 2)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -58,8 +58,10 @@ def test_float32_gives_transformers_tokens(tmp_path: Path, family: str, option: 
     options = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256} | OPTIONS[option]
     with LLM(str(folder), gpu_memory_utilization=0.2, **options) as llm:
         for _ in range(2):
-            for text, output in zip(texts, llm.generate(texts, GREEDY, use_tqdm=False), strict=True):
-                check(folder, text, output)
+            outputs = llm.generate(texts, GREEDY, use_tqdm=False)
+            errors = [error_of(folder, *each) for each in zip(texts, outputs, strict=True)]
+            print(f"{family}, {option}: {max(errors):.1e}")
+            assert max(errors) <= ERROR
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -18,7 +18,7 @@ from nanovllm.kernels.kinds import Kinds
 L2_EPS = 1e-6  # added to the sum of squares of q and of k
 MOST_DIM, MOST_RATIO = 256, 8
 # The precision of products of float32, by the dtype of q, k and v.
-PRECISIONS = Kinds("dtype", {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"})
+PRECISIONS = Kinds("dtype", {torch.float32: "ieee", torch.bfloat16: "tf32", torch.float16: "tf32"})
 
 
 class DeltaHeads(NamedTuple):

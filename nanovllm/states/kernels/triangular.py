@@ -16,9 +16,9 @@ def product(a: tl.tensor, b: tl.tensor, total: tl.tensor, PRECISION: tl.constexp
 
 @jit()
 def wide_product(a: tl.tensor, b: tl.tensor, total: tl.tensor, HALVES: tl.constexpr) -> tl.tensor:
-    """total + a @ b for float32, with 16 bits of each factor (HALVES: sums of two bfloat16), or 21."""
+    """total + a @ b for float32, with 16 bits of each factor (HALVES: sums of two bfloat16), or 24."""
     if not HALVES:
-        return product(a, b, total, "tf32x3")
+        return product(a, b, total, "ieee")
     a_high = a.to(tl.bfloat16)
     b_high = b.to(tl.bfloat16)
     a_low = (a - a_high.to(tl.float32)).to(tl.bfloat16)
