@@ -16,8 +16,8 @@ pytestmark = pytest.mark.gpu
 
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
-# Of log-probabilities; 6e-5 was found. In these models a millionth of the greatest output of a state, added to
-# it, changes them by 4e-3, and products of tf32 by 0.1.
+# Of log-probabilities; 6e-5 was found. A millionth of the greatest output of a state, added to it, changes
+# them by 4e-3 in these models, and products of tf32 by 0.1.
 ERROR = 1e-3
 OPTIONS: dict[str, dict[str, Any]] = {
     "graphs": {},
