@@ -15,7 +15,7 @@ import torch
 from tensors import F16, F32, FP8, assert_near, randn
 
 from nanovllm.attention.backends import AttentionBackend
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.kernels import decode_attention
 from nanovllm.kernels.attention_reference import (
@@ -231,10 +231,10 @@ def check_backend(
         torch.tensor([0, *each], device=device).cumsum(0, dtype=torch.int32)
         for each in zip(*lengths, strict=True)
     )
-    prefill = PrefillRanges(*bounds, max(queries for queries, _ in lengths))
-    for tokens, ranges in ((len(lengths), None), (sum(queries for queries, _ in lengths), prefill)):
+    prefill = *bounds, max(queries for queries, _ in lengths)
+    for tokens, ranges in ((len(lengths), ()), (sum(queries for queries, _ in lengths), prefill)):
         q = fused_queries(tokens, heads, device)
-        meta = AttentionMetadata(cache.contexts, cache.contexts, cache.tables, longest, ranges)
+        meta = AttentionMetadata(cache.contexts, cache.contexts, cache.tables, longest, *ranges)
         out = backend.forward(q, cache.kv, meta, spec)
         assert out.shape == q.shape
         assert_near(out, ReferenceBackend().forward(q, cache.kv, meta, spec))

@@ -139,7 +139,7 @@ class TritonBackend(AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if meta.prefill is not None:
+        if meta.cu_seqlens_q is not None:
             return self._prefill(q, cache, meta, spec, sinks)
         shared = meta.shared if spec.window is None else None
         return paged_decode_attention_triton(
@@ -173,14 +173,14 @@ class TritonBackend(AttentionBackend):
         sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert meta.prefill is not None
+        assert meta.cu_seqlens_q is not None
         return paged_prefill_attention_triton(
             q,
             cache,
             meta.block_tables,
-            meta.prefill.cu_seqlens_q,
+            meta.cu_seqlens_q,
             meta.context_lens,
-            meta.prefill.max_seqlen_q,
+            meta.max_seqlen_q,
             spec.scale,
             invariant=self.deterministic,
             variant=spec.variant(sinks),

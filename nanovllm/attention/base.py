@@ -59,15 +59,6 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class PrefillRanges(Generic[A]):
-    """The ranges of the new tokens and the contexts of S sequences, as prefix sums."""
-
-    cu_seqlens_q: Annotated[A, Column(np.int32, lambda n: (n.seqs + 1,))]
-    cu_seqlens_k: Annotated[A, Column(np.int32, lambda n: (n.seqs + 1,))]
-    max_seqlen_q: int
-
-
-@dataclass(frozen=True, eq=False)
 class SharedPrefixes(Generic[A]):
     """Sequences of a decode step that begin with the same blocks, in units that read these blocks once.
 
@@ -104,7 +95,11 @@ class AttentionColumns(Generic[A]):
     context_lens: Annotated[A, Column(np.int32, lambda n: (n.seqs,))]  # cached + new tokens
     block_tables: Annotated[A, Column(np.int32, lambda n: (n.seqs, n.blocks), PADDING)]
     max_seqlen_k: int  # an upper bound of the context lengths
-    prefill: PrefillRanges[A] | None = None  # None: decode, one new token for each sequence
+    # Only in prefill: prefix sums of the new tokens and of the contexts of S sequences; the most new tokens.
+    # None: decode, one new token for each sequence.
+    cu_seqlens_q: Annotated[A, Column(np.int32, lambda n: (n.seqs + 1,))] | None = None
+    cu_seqlens_k: Annotated[A, Column(np.int32, lambda n: (n.seqs + 1,))] | None = None
+    max_seqlen_q: int = 0
     shared: SharedPrefixes[A] | None = None  # only in decode
     # Only in prefill: cached keys and values that each layer copies before it attends, as in `Batch.copies`.
     # None: no prompt parts from another within a block.
@@ -124,7 +119,9 @@ class AttentionColumns(Generic[A]):
             self.context_lens,
             own.block_tables,
             self.max_seqlen_k,
-            self.prefill,
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.max_seqlen_q,
             copies=own.copies,
             longest_copy=own.longest_copy,
         )

@@ -44,7 +44,7 @@ class ReferenceBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         variant = spec.variant(sinks)
-        if meta.prefill is None:
+        if meta.cu_seqlens_q is None:
             if self._lens is not meta.context_lens:
                 self._lens, self._gathered = meta.context_lens, {}
             gathered = self._gathered.get(spec.window)
@@ -57,9 +57,9 @@ class ReferenceBackend(AttentionBackend):
             q,
             cache,
             meta.block_tables,
-            meta.prefill.cu_seqlens_q,
+            meta.cu_seqlens_q,
             meta.context_lens,
-            meta.prefill.max_seqlen_q,
+            meta.max_seqlen_q,
             spec.scale,
             variant,
         )

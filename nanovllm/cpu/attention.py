@@ -43,11 +43,10 @@ class CPUBackend(AttentionBackend):
         variant = spec.variant(sinks)
         tables, lens = meta.block_tables, meta.context_lens
         done: torch.Tensor
-        if meta.prefill is None:
+        if meta.cu_seqlens_q is None:
             attend = cpu_kernel("decode_attention.paged_decode_attention")
             done = attend(q, cache, tables, lens, meta.max_seqlen_k, spec.scale, variant)
             return done
-        attend, prefill = cpu_kernel("prefill_attention.paged_prefill_attention"), meta.prefill
-        starts, longest = prefill.cu_seqlens_q, prefill.max_seqlen_q
-        done = attend(q, cache, tables, starts, lens, longest, spec.scale, variant)
+        attend, starts = cpu_kernel("prefill_attention.paged_prefill_attention"), meta.cu_seqlens_q
+        done = attend(q, cache, tables, starts, lens, meta.max_seqlen_q, spec.scale, variant)
         return done

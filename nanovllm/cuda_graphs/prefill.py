@@ -89,7 +89,7 @@ class PrefillGraphs:
     def run(self, token_ids: torch.Tensor, step: Step, wanted: torch.Tensor | None) -> torch.Tensor | None:
         """As the model; None if this step is not captured, or cannot be."""
         tokens, meta = len(token_ids), step.meta
-        if not 0 < tokens <= self.most or step.halves is not None or meta.prefill is None:
+        if not 0 < tokens <= self.most or step.halves is not None or meta.cu_seqlens_q is None:
             return None
         pieces = self.captured.get(tokens)
         if pieces is None and not self._pays(tokens):

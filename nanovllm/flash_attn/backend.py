@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nanovllm.attention.backends import AttentionBackend
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec
 from nanovllm.device import Device
 from nanovllm.kernels.paged import KVCache
 
@@ -84,8 +84,8 @@ class FlashAttnBackend(AttentionBackend):
             bounds = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
             table = torch.zeros(1, -(-length // cls.block_size_multiple), dtype=torch.int32, device="cuda")
             cells = torch.ones(1, cls.block_size_multiple, 1, spec.head_dim, device="cuda").bfloat16()
-            for ranges in (None, PrefillRanges(bounds, bounds * length, 1)):
-                meta = AttentionMetadata(context - 1, context, table, length, ranges)
+            for starts, ends in ((None, None), (bounds, bounds * length)):
+                meta = AttentionMetadata(context - 1, context, table, length, starts, ends, 1)
                 alone = replace(spec, num_heads=1, num_kv_heads=1, kv_from=None)
                 out = cls().forward(cells[0, :1], KVCache(cells, cells), meta, alone)
                 if not torch.allclose(out, cells[0, :1], atol=0.02):
@@ -111,15 +111,15 @@ class FlashAttnBackend(AttentionBackend):
         if spec.softcap is not None:
             options["softcap"] = spec.softcap
         attend: Callable[..., torch.Tensor]
-        if meta.prefill is None:
+        if meta.cu_seqlens_q is None:
             attend = partial(package.flash_attn_with_kvcache, q[:, None], cache_seqlens=meta.context_lens)
         else:
             attend = partial(
                 package.flash_attn_varlen_func,
                 q,
-                cu_seqlens_q=meta.prefill.cu_seqlens_q,
-                cu_seqlens_k=meta.prefill.cu_seqlens_k,
-                max_seqlen_q=meta.prefill.max_seqlen_q,
+                cu_seqlens_q=meta.cu_seqlens_q,
+                cu_seqlens_k=meta.cu_seqlens_k,
+                max_seqlen_q=meta.max_seqlen_q,
                 max_seqlen_k=meta.max_seqlen_k,
             )
         out = attend(
@@ -130,4 +130,4 @@ class FlashAttnBackend(AttentionBackend):
             block_table=meta.block_tables,
             **options,
         )
-        return out[:, 0] if meta.prefill is None else out
+        return out[:, 0] if meta.cu_seqlens_q is None else out

@@ -240,7 +240,7 @@ class MoE(nn.Module):
         """x [T, hidden_size] -> a term of the stream, of the same shape. Tokens are independent."""
         rows = x.tensor()
         # Only steps of a graph have padding, and these are decode steps, where no row was dropped before.
-        slots = step.meta.slot_mapping if step.meta.prefill is None else None
+        slots = step.meta.slot_mapping if step.meta.cu_seqlens_q is None else None
         logits = self.get_submodule(self.spec.router)(rows)
         routing = Routing(logits, self.spec.top_k, self.spec.normalised, slots)
         term: torch.Tensor = self.experts(x, routing)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionColumns, GroupColumns, PrefillRanges
+from nanovllm.attention.base import AttentionColumns, GroupColumns
 from nanovllm.batch import Batch, StepKind, prefix_sum
 from nanovllm.layers.stream import AnyStream, Block, Norm, RMSNorm, Step, Stream, Term, added, value_of
 from nanovllm.parallel.peer_memory import PendingSum
@@ -85,7 +85,9 @@ def _half(query_lens: np.ndarray, context_lens: np.ndarray, groups: list[GroupCo
         **vars(groups[0]),
         context_lens=context_lens,
         max_seqlen_k=int(context_lens.max()),
-        prefill=PrefillRanges(prefix_sum(query_lens), prefix_sum(context_lens), int(query_lens.max())),
+        cu_seqlens_q=prefix_sum(query_lens),
+        cu_seqlens_k=prefix_sum(context_lens),
+        max_seqlen_q=int(query_lens.max()),
         others=tuple(groups[1:]),
     )
 

@@ -16,7 +16,7 @@ from typing import Annotated, Generic
 import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionColumns, GroupColumns, PrefillRanges, SharedPrefixes
+from nanovllm.attention.base import AttentionColumns, GroupColumns, SharedPrefixes
 from nanovllm.batch import (
     NO_SLOT,
     A,
@@ -65,7 +65,9 @@ def prepare_prefill(batch: Batch, block_size: int, split: Split | None = None) -
         **vars(first),
         context_lens=context_lens,
         max_seqlen_k=int(context_lens.max()),
-        prefill=PrefillRanges(cu_seqlens_q, prefix_sum(context_lens), int(query_lens.max())),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=prefix_sum(context_lens),
+        max_seqlen_q=int(query_lens.max()),
         states=find(STATES["columns"])(batch) if len(batch.copies) > len(batch.tables) else None,
         others=tuple(others),
     )

@@ -38,8 +38,8 @@ class PackedStep:
         """The sequences of `step`, and where their states are kept besides."""
         meta = step.meta
         if self._of is not meta or self._packed is None:
-            assert meta.prefill is not None and step.slots is not None
-            starts, moves = meta.prefill.cu_seqlens_q, meta.states
+            assert meta.cu_seqlens_q is not None and step.slots is not None
+            starts, moves = meta.cu_seqlens_q, meta.states
             first = starts[:-1]
             rows, positions = step.slots[first].int(), step.positions[first]
             sources, saves = (None, None) if moves is None else unpacked(moves, len(first))
@@ -123,7 +123,7 @@ class GatedDeltaNet(WeightLayer):
         qkv, z = projected[:, : heads.channels], projected[:, heads.channels :]
         b, a = self.gates_proj(x).chunk(2, dim=1)
         gates = Gates(a, b, self.A_log, self.dt_bias)
-        if step.meta.prefill is None:
+        if step.meta.cu_seqlens_q is None:
             assert step.slots is not None
             mixed = causal_conv_step(qkv, conv, None, self.conv_pool, step.slots)
             out = delta_step(mixed, gates, heads, self.pool, step.slots)

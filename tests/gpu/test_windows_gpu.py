@@ -19,7 +19,7 @@ from tensors import BF16, F16, F32, FP8, assert_near
 from tiny_models import MORE_FAMILIES, transformers_greedy, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec
 from nanovllm.batch import PADDING
 from nanovllm.flash_attn.backend import FlashAttnBackend
 from nanovllm.kernels.attention_reference import (
@@ -188,16 +188,14 @@ def test_flash_attn_equals_the_twin(head_dim: int, window: int | None, softcap: 
     tables = cache.tables.clamp(min=0)
     q = attention_cases.fused_queries(4, heads, GPU)
     slots, longest = torch.zeros(1, dtype=torch.int32, device=GPU), max(contexts)
-    meta = AttentionMetadata(slots, cache.contexts, tables, longest, None)
+    meta = AttentionMetadata(slots, cache.contexts, tables, longest)
     wanted = paged_decode_attention_reference(q, cache.kv, tables, cache.contexts, longest, 0.1, variant)
     assert_near(FlashAttnBackend().forward(q, cache.kv, meta, spec), wanted)
     q = attention_cases.fused_queries(sum(lengths), heads, GPU)
     starts, ends = (
         torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=GPU) for each in (lengths, contexts)
     )
-    meta = AttentionMetadata(
-        slots, cache.contexts, tables, longest, PrefillRanges(starts, ends, max(lengths))
-    )
+    meta = AttentionMetadata(slots, cache.contexts, tables, longest, starts, ends, max(lengths))
     places = tables, starts, cache.contexts, max(lengths)
     wanted = paged_prefill_attention_reference(q, cache.kv, *places, 0.1, variant)
     assert_near(FlashAttnBackend().forward(q, cache.kv, meta, spec), wanted)

@@ -102,7 +102,7 @@ def test_prefill_inputs_of_each_token(batch: Batch) -> None:
             want.append((batch.token_ids[index], batch.slots[row], position, cell))
             index += 1
         assert inputs.wanted_rows[row] == index - 1
-        assert inputs.attention.prefill.cu_seqlens_q[row + 1] == index
+        assert inputs.attention.cu_seqlens_q[row + 1] == index
     found = inputs.token_ids, inputs.token_slots, inputs.positions, inputs.attention.slot_mapping
     assert list(zip(*found, strict=True)) == want
     assert inputs.sample_slots.tolist() == [
@@ -142,7 +142,7 @@ def test_halves_together_equal_the_batch(batch: Batch) -> None:
         assert half.longest_copy == windowed.longest_copy
         assert windowed.slot_mapping.tolist() == (half.slot_mapping + 100 * BLOCK).tolist()
         assert windowed.block_tables.tolist() == (half.block_tables + 100).tolist()
-        assert windowed.context_lens is half.context_lens and windowed.prefill is half.prefill
+        assert windowed.context_lens is half.context_lens and windowed.cu_seqlens_q is half.cu_seqlens_q
     copied = [[] if half.copies is None else half.copies.tolist() for half in parts]
     assert [*copied[0], *copied[1]] == (batch.copies[0].tolist() if batch.copies else [])
     first_half = parts[0].block_tables[parts[0].block_tables != PADDING].tolist()
@@ -154,9 +154,9 @@ def test_halves_together_equal_the_batch(batch: Batch) -> None:
     assert len(parts[0].slot_mapping) == len(batch.token_ids) // 2
     cells = []
     for half in parts:
-        lens = np.diff(half.prefill.cu_seqlens_q)
-        assert (lens > 0).all() and half.prefill.max_seqlen_q == lens.max()
-        assert np.array_equal(np.diff(half.prefill.cu_seqlens_k), half.context_lens)
+        lens = np.diff(half.cu_seqlens_q)
+        assert (lens > 0).all() and half.max_seqlen_q == lens.max()
+        assert np.array_equal(np.diff(half.cu_seqlens_k), half.context_lens)
         assert half.max_seqlen_k == half.context_lens.max()
         for length, context, table in zip(lens, half.context_lens, half.block_tables, strict=True):
             positions = np.arange(context - length, context)
@@ -238,7 +238,9 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
         copies=(np.array([[2, 1, 0, 1]], np.int32),) * 3,
     )
     inputs = prepare_prefill(batch, BLOCK, halves)
-    inputs = replace(inputs, attention=replace(inputs.attention, shared=no_shared_prefixes(count, UNIT)))
+    states = np.ones(1, np.int32)
+    attention = replace(inputs.attention, shared=no_shared_prefixes(count, UNIT), states=states)
+    inputs = replace(inputs, attention=attention)
     assert all(getattr(inputs.attention, field.name) is not None for field in fields(inputs.attention))
     assert all(getattr(inputs, field.name) is not None for field in fields(inputs))
     buffers = Staging(Device("cpu"), size, groups=3)

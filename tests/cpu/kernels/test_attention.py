@@ -20,7 +20,7 @@ from test_needs import GPU
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.attention.backends import TritonBackend, resolve_block_size, select
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec, PrefillRanges
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.config import Config
 from nanovllm.cpu import isa
@@ -178,9 +178,9 @@ def test_the_reference_computes_what_a_spec_says(
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if spec.sinks else None
     q = fused_queries(sum(queries), heads, "cpu")
     bounds = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
-    ranges = None if decode else PrefillRanges(bounds, bounds, max(queries))
+    ranges = () if decode else (bounds, bounds, max(queries))
     slots = torch.zeros(0)
-    meta = AttentionMetadata(slots, cache.contexts, cache.tables, max(contexts), ranges)
+    meta = AttentionMetadata(slots, cache.contexts, cache.tables, max(contexts), *ranges)
     backend = ReferenceBackend()
     for _ in range(2):  # the second layer of the step
         found = backend.forward(q, cache.kv, meta, spec, sinks)
@@ -201,7 +201,7 @@ def test_a_spoilt_key_spoils_only_the_queries_whose_window_has_it() -> None:
     cache = make_cache([9], heads, "cpu")
     cache.kv.k.flatten(0, 1)[cache.tables[0, 0] * 4 + 2, 0] = math.nan  # position 2, the first KV head
     bounds = torch.tensor([0, 9], dtype=torch.int32)
-    meta = AttentionMetadata(bounds, cache.contexts, cache.tables, 9, PrefillRanges(bounds, bounds, 9))
+    meta = AttentionMetadata(bounds, cache.contexts, cache.tables, 9, bounds, bounds, 9)
     found = ReferenceBackend().forward(fused_queries(9, heads, "cpu"), cache.kv, meta, spec)
     assert found.isnan().all(2).nonzero().tolist() == [[row, head] for row in (2, 3, 4) for head in (0, 1)]
     assert found.isnan().sum() == 6 * 8
@@ -362,8 +362,9 @@ def test_a_norm_over_all_heads() -> None:
         parameter.copy_(torch.randn(parameter.shape))
     layer.cache = KVCache(torch.zeros(1, 5, 2, 8), torch.zeros(1, 5, 2, 8))
     x, count = torch.randn(5, 24), 5
-    ranges = PrefillRanges(torch.tensor([0, count]), torch.tensor([0, count]), count)
-    meta = AttentionMetadata(torch.arange(count), torch.tensor([count]), torch.tensor([[0]]), count, ranges)
+    ends, bounds = torch.tensor([count]), torch.tensor([0, count])
+    table = torch.tensor([[0]])
+    meta = AttentionMetadata(torch.arange(count), ends, table, count, bounds, bounds, count)
     found = layer(Normed.computed(x, x), Step(torch.arange(count), meta)).tensor()
 
     def normed(rows: torch.Tensor, norm: object) -> torch.Tensor:

@@ -18,7 +18,7 @@ from tiny_models import (
     write_tiny_model,
 )
 
-from nanovllm.attention.base import AttentionMetadata, PrefillRanges
+from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.cpu import isa
 from nanovllm.device import Device
@@ -86,14 +86,16 @@ def forward(
     """
     end = start + len(token_ids)
     positions = torch.arange(start, end, dtype=torch.int32)
-    bounds = (torch.tensor([0, length], dtype=torch.int32) for length in (len(token_ids), end))
-    ranges = PrefillRanges(*bounds, len(token_ids))
+    starts, ends = (torch.tensor([0, length], dtype=torch.int32) for length in (len(token_ids), end))
+    is_prefill = len(token_ids) > 1
     meta = AttentionMetadata(
         max_seqlen_k=end,
         slot_mapping=positions,
         context_lens=torch.tensor([end], dtype=torch.int32),
         block_tables=torch.arange(-(-end // BLOCK_SIZE), dtype=torch.int32)[None],
-        prefill=ranges if len(token_ids) > 1 else None,
+        cu_seqlens_q=starts if is_prefill else None,
+        cu_seqlens_k=ends if is_prefill else None,
+        max_seqlen_q=len(token_ids),
     )
     rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int32)
     logits = model.compute_logits(
