@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -112,9 +113,17 @@ class HybridNames(FileNames):
         groups = {"q_proj": self.heads, "in_proj_qkvz": self.state.k_heads, "in_proj_ba": self.state.k_heads}
         shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape()
         count = groups.get(module)
-        if parts is None or count is None or [*shape, 0][0] != sum(parts.values()):
+        if parts is None or count is None or prod(shape) == 1:  # a scale of the whole tensor
             yield from super().tensors(full_name, tensor, packed_rows)
             return
+        parts = packed_rows(full_name, shape, parts)
+        if shape[0] != sum(parts.values()):  # of another length: the checker names it
+            yield path + "." + param, tensor
+            return
+        if any(rows % count for rows in parts.values()):
+            raise ValueError(
+                f"{full_name}: its blocks hold rows of several heads, whose parts are needed apart"
+            )
         sizes = [rows // count for rows in parts.values()]
         for part, rows in zip(parts, _in_groups(tensor, count, sizes), strict=True):
             yield f"{parent}.{part}.{param}", rows

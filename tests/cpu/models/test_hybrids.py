@@ -10,6 +10,7 @@ import inside
 import pytest
 import torch
 from checked_llm import make_tiny
+from fp8_models import dequantised, tensors_of
 from safetensors.torch import load_file, save_file
 from test_models import PROMPT, forward, load
 from tiny_models import (
@@ -20,8 +21,10 @@ from tiny_models import (
 )
 
 from nanovllm import SamplingParams
+from nanovllm.errors import ModelLoadError
 from nanovllm.models.registry import load_model_config
 from nanovllm.states.spec import StateSpec, most_sequences, num_kept, num_rows
+from tools.write_fp8 import write_fp8
 
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -208,3 +211,29 @@ def test_the_memory_of_states(tmp_path: Path) -> None:
         most = most_sequences(10, 40 * rows, True)
         assert num_rows(most) <= rows < num_rows(most + 2)
     assert most_sequences(2**40, 2**40, True) == 1, "one always runs"
+
+
+@pytest.mark.parametrize("scales", ["block", "channel", "tensor"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_files_in_fp8(tmp_path: Path, family: str, scales: str) -> None:
+    """Scales follow the rows of queries, gates and key heads; gates of Gated DeltaNet stay as they are."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "hidden_size": 144}
+    linear = {"linear_num_key_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    plain = write_tiny_model(tmp_path / "plain", family, **heads, **linear)
+    folder = write_fp8(plain, tmp_path / "fp8", scales)
+    meant, stored = dequantised(tensors_of(folder)), tensors_of(plain)
+    assert meant.keys() == stored.keys()
+    assert sum(not torch.equal(meant[name], stored[name]) for name in meant) > 10
+    save_file({name: tensor.contiguous() for name, tensor in meant.items()}, plain / "model.safetensors")
+    torch.testing.assert_close(
+        forward(load(folder, on_cpu=True), PROMPT), forward(load(plain), PROMPT), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_blocks_that_hold_several_heads(tmp_path: Path) -> None:
+    """A block of 128 rows is of two heads, and of queries and gates."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 144}
+    linear = {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 128}
+    plain = write_tiny_model(tmp_path / "plain", "qwen3_5", **heads, **linear, linear_value_head_dim=128)
+    with pytest.raises((ValueError, ModelLoadError), match=r"q_proj\S* its blocks hold rows of several heads"):
+        write_fp8(plain, tmp_path / "fp8", "block")
