@@ -4,12 +4,15 @@ lets run at once.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.models.config import ModelConfig
 from nanovllm.states.kernels.delta_heads import MOST_DIM, MOST_RATIO
+
+logger = logging.getLogger("nanovllm")
 
 FEWEST_KEPT, MOST_KEPT = 16, 64  # rows for prefixes
 _SEQS_FOR_KEPT = 4  # between the two there is one for so many running sequences
@@ -93,4 +96,11 @@ def most_seqs(config: Config, model: ModelConfig, device: Device) -> int:
     item = device.resolve_dtype(config.dtype, model.dtype).itemsize
     states = [spec.state for spec in map(model.spec, range(model.num_layers)) if spec.state is not None]
     row_bytes = sum(state.row_bytes(item) for state in states) // config.tensor_parallel_size
-    return min(config.max_num_seqs, most_sequences(row_bytes, device.memory()[1], device.is_cuda))
+    asked, most = config.max_num_seqs, most_sequences(row_bytes, device.memory()[1], device.is_cuda)
+    if most < asked and asked != Config.max_num_seqs:  # the default is no wish
+        logger.warning(
+            "max_num_seqs is %d, not %d: the states of more sequences, %.1f MiB each, take more than their "
+            "share of the memory",
+            *(most, asked, row_bytes / 2**20),
+        )
+    return min(asked, most)

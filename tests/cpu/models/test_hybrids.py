@@ -213,6 +213,19 @@ def test_the_memory_of_states(tmp_path: Path) -> None:
     assert most_sequences(2**40, 2**40, True) == 1, "one always runs"
 
 
+def test_fewer_sequences_than_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The default is lowered without a word, a wish with a warning."""
+    folder = write_tiny_model(tmp_path, "qwen3_5")
+    monkeypatch.setattr("nanovllm.states.spec._CPU_BYTES", 30 * 3 * StateSpec(2, 6, 16, 32, 4).row_bytes(4))
+    for asked, told in ((1024, False), (20, True), (14, False)):
+        caplog.clear()
+        with make_tiny(folder, max_num_seqs=asked) as llm:
+            assert llm.config.max_num_seqs == 14
+        assert ("max_num_seqs is 14, not 20" in caplog.text) == told
+
+
 @pytest.mark.parametrize("scales", ["block", "channel", "tensor"])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_files_in_fp8(tmp_path: Path, family: str, scales: str) -> None:
@@ -235,5 +248,7 @@ def test_blocks_that_hold_several_heads(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 144}
     linear = {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 128}
     plain = write_tiny_model(tmp_path / "plain", "qwen3_5", **heads, **linear, linear_value_head_dim=128)
-    with pytest.raises((ValueError, ModelLoadError), match=r"q_proj\S* its blocks hold rows of several heads"):
+    with pytest.raises(
+        (ValueError, ModelLoadError), match=r"q_proj\S* its blocks hold rows of several heads"
+    ):
         write_fp8(plain, tmp_path / "fp8", "block")
