@@ -222,7 +222,7 @@ def test_fewer_sequences_than_asked(
     for asked, told in ((1024, False), (20, True), (14, False)):
         caplog.clear()
         with make_tiny(folder, max_num_seqs=asked) as llm:
-            assert llm.config.max_num_seqs == 14
+            assert inside.scheduler(llm).max_num_seqs == 14
         assert ("max_num_seqs is 14, not 20" in caplog.text) == told
 
 
