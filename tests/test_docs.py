@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -244,6 +247,43 @@ def test_versions_of_the_readme_are_those_that_pip_accepts() -> None:
     assert f"Python 3.{least} to 3.{int(above) - 1}." in README
     [(least, above)] = re.findall(r'"torch>=2\.(\d+),<2\.(\d+)"', settings)
     assert f"torch 2.{least} to 2.{int(above) - 1}" in section(README, "Models and hardware")
+    assert f'pip install "torch<2.{above}" --index-url' in README, (
+        "of another one pip would make torch for CUDA"
+    )
+
+
+def test_the_first_screen_of_the_readme() -> None:
+    """What, for whom, why, and two commands, before the table of speed, whose figures it has."""
+    screen, _, rest = README.partition("\n## Speed\n")
+    assert len(screen.splitlines()) <= 60 and screen.count("\n## ") == 0
+    for word in ("labels", "synthetic data", "evals", "RL rollouts"):
+        assert f"\n| {word} |" in screen
+    why = screen.split("**Why.**")[1].split("Its\nengine")[0]
+    figures = re.findall(r"\d+,\d+|(?<= vLLM at )\d+", why)
+    assert len(figures) == 7 and set(figures) <= set(re.findall(r"[\d,]+", rest.split("\n\n")[1]))
+    assert len(re.findall(r"```bash\n", screen)) == 2
+    assert "## Use\n" in OPTIONS and "## Use\n" not in README
+
+
+def test_the_commands_of_the_first_screen_run(tmp_path: Path) -> None:
+    """As they are written, in a folder with the project's files."""
+    first, second = re.findall(r"```bash\n(.*?)```", README, re.S)[:2]
+    assert first == "pip install -e . && python example.py\n"
+    for name in ("example.py", "nanovllm"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    program = tmp_path / "bin/nanovllm"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nanovllm "$@"\n')
+    program.chmod(0o755)
+    path = os.pathsep.join([str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    for command in (first.partition(" && ")[2], second):
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["task"] for row in rows] == ["What is 2 + 3?", "Reverse the word NOTE."]
+    assert "5" in rows[0]["text"] and "ETON" in rows[1]["text"]
 
 
 def test_the_loop_over_steps_runs() -> None:
