@@ -12,31 +12,40 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeAlias
 
 import xxhash
 
 from nanovllm.checks import attempt
+from nanovllm.doors import find
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, caught_signals
 from nanovllm.jobs.job import find_files, make_format, open_job
 from nanovllm.jobs.progress import Display
 from nanovllm.jobs.runner import portions
 from nanovllm.jobs.sources import Input, SourceRow, Values
 from nanovllm.jobs.tasks import RowFormat, Task
+from nanovllm.params import SamplingParams
 from nanovllm.stats.summary import counted
 from nanovllm.text.prompts import parse_prompt
-
-if TYPE_CHECKING:
-    from nanovllm.jobs.check_model import Problem, PromptChecker
 
 _MAX_SHOWN = 20  # printed problems of a file
 _BATCH_ROWS = 256  # tokenised at once
 _MANY_LINES = 100  # of a row of CSV; one with more may come from a stray quote
+Problem: TypeAlias = "tuple[int, str, bool]"  # a row, what is wrong, and whether that is certain
+
+
+class Checker(Protocol):
+    """What a model says of rows: `PromptChecker` of `check_model.py`, which imports torch."""
+
+    params: SamplingParams  # the model's own
+
+    def refused(self, tasks: list[Task]) -> Iterator[Problem]:
+        """The tasks whose prompts or parameters the model refuses."""
 
 
 def check(args: argparse.Namespace) -> int:
     """Print the errors of each file; return 0 if there are none, 1 for bad rows, 2 for a bad file."""
-    model = _read_model(args) if args.model else None
+    model: Checker | None = find("jobs.check_model:PromptChecker")(args) if args.model else None
     try:
         paths = find_files(args.inputs)
     except JobRefusedError as error:
@@ -46,15 +55,8 @@ def check(args: argparse.Namespace) -> int:
         return max([_check(args, path, model, signals.check) for path in paths])
 
 
-def _read_model(args: argparse.Namespace) -> PromptChecker:
-    """What checks prompts. JobRefusedError if there is no such model, or an option is wrong."""
-    from nanovllm.jobs.check_model import PromptChecker  # imports torch
-
-    return PromptChecker(args)
-
-
 def _check(
-    args: argparse.Namespace, path: Path, model: PromptChecker | None, check_signals: Callable[[], None]
+    args: argparse.Namespace, path: Path, model: Checker | None, check_signals: Callable[[], None]
 ) -> int:
     num_rows = num_bad = num_problems = 0
     ids = array("Q")  # their hashes

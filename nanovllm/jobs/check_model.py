@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import TypeAlias
 
 from nanovllm.checks import BadRow, attempt
 from nanovllm.config import Config
@@ -16,13 +15,12 @@ from nanovllm.engine.startup import (
     recommended_params,
     resolve_max_model_len,
 )
+from nanovllm.jobs.check import Problem
 from nanovllm.jobs.errors import refusing
 from nanovllm.jobs.job import engine_options
 from nanovllm.jobs.tasks import Renderer, Task
 from nanovllm.models.registry import load_model_config
 from nanovllm.text.prompts import Prompt, parse_prompt
-
-Problem: TypeAlias = "tuple[int, str, bool]"  # a row, what is wrong, and whether that is certain
 
 
 class PromptChecker:

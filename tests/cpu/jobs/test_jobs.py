@@ -355,30 +355,6 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "nanovllm run: -o" in capsys.readouterr().err
 
 
-def test_the_program_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """It prints its help, and with `--version` its version, without a fault."""
-    for argv, said in (([], "usage: nanovllm"), (["--version"], f"nanovllm {version('nanovllm')}\n")):
-        with pytest.raises(SystemExit) as caught:
-            program.main(argv)
-        printed = capsys.readouterr()
-        assert not caught.value.code and printed.out.startswith(said) and not printed.err
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("run a -o b --model c --max-num-seq 5", "arguments: --max-num-seq 5; did you mean --max-num-seqs?"),
-        ("run a -o c --model d b", "arguments: b; `nanovllm run --help` lists all arguments"),
-        ("check a --window=5", "arguments: --window=5; `nanovllm check --help` lists"),
-    ],
-)
-def test_unknown_arguments(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        program.main(argv.split())
-    printed = capsys.readouterr().err
-    assert caught.value.code == 2 and message in printed and printed.count("\n") == 2
-
-
 def test_a_reader_that_leaves(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", rows_of(3))
     with subprocess.Popen(

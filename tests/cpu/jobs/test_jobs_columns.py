@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -226,3 +227,27 @@ def test_columns_of_a_job_that_resumes(tmp_path: Path) -> None:
             (str(index), str(index + 1)) for index in range(200)
         ]
     assert PARAMS_COLUMN not in whole.read_text()
+
+
+def test_the_program_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints its help, and with `--version` its version, without a fault."""
+    for argv, said in (([], "usage: nanovllm"), (["--version"], f"nanovllm {version('nanovllm')}\n")):
+        with pytest.raises(SystemExit) as caught:
+            program.main(argv)
+        printed = capsys.readouterr()
+        assert not caught.value.code and printed.out.startswith(said) and not printed.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("run a -o b --model c --max-num-seq 5", "arguments: --max-num-seq 5; did you mean --max-num-seqs?"),
+        ("run a -o c --model d b", "arguments: b; `nanovllm run --help` lists all arguments"),
+        ("check a --window=5", "arguments: --window=5; `nanovllm check --help` lists"),
+    ],
+)
+def test_unknown_arguments(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        program.main(argv.split())
+    printed = capsys.readouterr().err
+    assert caught.value.code == 2 and message in printed and printed.count("\n") == 2
