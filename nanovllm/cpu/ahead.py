@@ -42,9 +42,9 @@ _Kernel: TypeAlias = "tuple[Any, ...]"  # the arguments of `address_and_note`
 
 def compile_ahead(runner: Any) -> None:
     """Compile what a `ModelRunner` on a CPU needs and the disk does not have, in processes of their own, and
-    say how far it is. Each of several ranks compiles on first use, and so does an engine that checks
-    addresses, or whose level was set within this process."""
-    if CHECKED or runner.tp.size > 1 or not (isa.has_kernels() and isa.is_own()):
+    say how far it is. Each of several ranks compiles on first use, and so does an engine whose attention is
+    plain torch, that checks addresses, or whose level was set within this process."""
+    if not isinstance(runner.backend, CPUBackend) or CHECKED or runner.tp.size > 1 or not isa.is_own():
         return
     if (folder := cache_folder()) is None:
         return
@@ -76,9 +76,7 @@ def _missing(runner: Any) -> list[_Kernel]:
         prefill = runner.equal_batch(StepKind.PREFILL, 1, length, length)
         no_copy = np.zeros((1, 4), np.int32)  # of no cell
         runner.run(replace(prefill, copies=(no_copy,) * len(prefill.tables)))
-        # A long text is read in parts, which are merged. Plain torch would compute it.
-        longest = runner.max_model_len if isinstance(runner.backend, CPUBackend) else length
-        runner.run(runner.equal_batch(StepKind.DECODE, 1, 1, longest))
+        runner.run(runner.equal_batch(StepKind.DECODE, 1, 1, runner.max_model_len))  # read in parts
     finally:
         runner.recorded = recorded
         wanted.reset(token)
