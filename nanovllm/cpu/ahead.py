@@ -23,13 +23,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from nanovllm.batch import StepKind
+from nanovllm.batch import StepKind, map_columns
 from nanovllm.cpu import isa
 from nanovllm.cpu.attention import CPUBackend
 from nanovllm.cpu.kernels.checking import CHECKED
 from nanovllm.cpu.kernels.launch import Wanted, wanted
 from nanovllm.cpu.kernels.native import address_and_note, cache_folder, is_kept, say_once
 from nanovllm.cpu.kernels.team import OWN, team_size
+from nanovllm.kernels.sampling import sample
 
 logger = logging.getLogger("nanovllm")
 
@@ -76,7 +77,10 @@ def _missing(runner: Any) -> list[_Kernel]:
         prefill = runner.equal_batch(StepKind.PREFILL, 1, length, length)
         no_copy = np.zeros((1, 4), np.int32)  # of no cell
         runner.run(replace(prefill, copies=(no_copy,) * len(prefill.tables)))
-        runner.run(runner.equal_batch(StepKind.DECODE, 1, 1, runner.max_model_len))  # read in parts
+        decode = runner.equal_batch(StepKind.DECODE, 1, 1, runner.max_model_len)  # read in parts
+        runner.run(decode)
+        sampling = map_columns(decode.sampling, lambda _, column: torch.from_numpy(column))
+        sample(torch.zeros(1, runner.model_config.vocab_size), sampling)  # as with penalties and constraints
     finally:
         runner.recorded = recorded
         wanted.reset(token)

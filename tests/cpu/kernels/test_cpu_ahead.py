@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_start_finds_the_kernels_of_its_model_and_no_others(
     quantization: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What steps of prompts that share a beginning need, at any temperature. Nothing runs to find it."""
+    """What steps of prompts that share a beginning need, with any parameters. Nothing runs to find it."""
     asked: list[tuple[Any, ...]] = []
     used: set[tuple[Any, ...]] = set()
     monkeypatch.setattr(ahead, "_compile", asked.extend)
@@ -57,7 +57,10 @@ def test_a_start_finds_the_kernels_of_its_model_and_no_others(
     with LLM(demo_model_path(), quantization=quantization, **OPTIONS) as llm:
         assert not inside.runner(llm).ending.last_token_ids.any()
         for temperature in (0, 1):
-            params = SamplingParams(temperature=temperature, top_p=0.9, max_tokens=4)
+            penalty = 1 + temperature / 10
+            params = SamplingParams(
+                temperature=temperature, top_p=0.9, max_tokens=4, repetition_penalty=penalty
+            )
             llm.generate(["What is 2 + 3?", "What is 2 + 4?"], params, use_tqdm=False)
     assert set(asked) == used | {(make,) for make in OWN} and len(used) >= 10
 
