@@ -106,7 +106,7 @@ def _compile(kernels: list[_Kernel]) -> None:
 
 def _feed(queue: SimpleQueue[_Kernel], done: Callable[[], object]) -> None:
     """Have a process compile what is in the queue. If it ends early, the rest compiles on first use."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", _CHILD], env=environment, **pipes) as child:
         assert child.stdin is not None and child.stdout is not None
