@@ -17,6 +17,7 @@ from nanovllm.stats.summary import short
 
 LINE_SECONDS = 10.0  # between plain lines
 _NOTEBOOK_COLUMNS = 80  # of a bar in a notebook, which has no width
+_NOTEBOOK_SECONDS = 1.0  # between its redraws
 
 # The first layout that fits is used. `postfix` begins with a comma.
 _LAYOUTS = (
@@ -118,12 +119,14 @@ def _make_bar(total: int, rates: Callable[[], str]) -> Any:
     class Bar(tqdm):  # type: ignore[type-arg]
         @property
         def format_dict(self) -> dict[str, Any]:
-            """The values that a bar shows; tqdm reads them at each redraw, ten times a second."""
+            """The values that a bar shows; tqdm reads them at each redraw."""
             values: dict[str, Any] = super().format_dict
             return values | {"bar_format": layout(total, values["ncols"]), "postfix": rates()}
 
-    columns = _NOTEBOOK_COLUMNS if in_notebook() else None
-    return Bar(total=total, miniters=0, disable=False, ncols=columns, dynamic_ncols=columns is None)
+    # A notebook that a program runs keeps each redraw.
+    columns, seconds = (_NOTEBOOK_COLUMNS, _NOTEBOOK_SECONDS) if in_notebook() else (None, 0.1)
+    size: dict[str, Any] = {"ncols": columns, "dynamic_ncols": columns is None}
+    return Bar(total=total, miniters=0, mininterval=seconds, disable=False, **size)
 
 
 def layout(total: int, columns: object) -> str:
