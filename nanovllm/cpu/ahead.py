@@ -36,7 +36,9 @@ logger = logging.getLogger("nanovllm")
 
 _FEW = 3  # kernels; fewer are compiled on first use, which takes less time than new processes
 _MOST_PROCESSES = 8
-_CHILD = "from nanovllm.cpu.ahead import compile_each; compile_each()"
+# Modules come from where this process has them, not from the current folder.
+_CHILD = "import sys; sys.path[:] = filter(None, sys.path); from nanovllm.cpu.ahead import compile_each; "
+_CHILD += "compile_each()"
 _CLEAR = "\r\x1b[K"
 _Kernel: TypeAlias = "tuple[Any, ...]"  # the arguments of `address_and_note`
 
@@ -106,7 +108,7 @@ def _compile(kernels: list[_Kernel]) -> None:
 
 def _feed(queue: SimpleQueue[_Kernel], done: Callable[[], object]) -> None:
     """Have a process compile what is in the queue. If it ends early, the rest compiles on first use."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", _CHILD], env=environment, **pipes) as child:
         assert child.stdin is not None and child.stdout is not None

@@ -66,8 +66,11 @@ def test_a_start_finds_the_kernels_of_its_model_and_no_others(
 
 
 def test_several_processes_compile_and_say_how_far_they_are(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A package of this name in the current folder is not theirs."""
+    (tmp_path / "nanovllm" / "__init__.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
     kernels = [(make,) for make in OWN]
     assert not any(native.is_kept(*each) for each in kernels)
     monkeypatch.setattr("sys.stderr", shown := Terminal())
