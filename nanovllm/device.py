@@ -28,6 +28,7 @@ def cpu_door(name: str) -> Callable[..., Any]:
     - say_what_is_missing(): once, what would make this CPU faster
     - linear_method(shape, options, kind) -> the `LinearMethod` of a weight in floats; None: the core's
     - recorded_steps() -> `RecordedSteps` of `runner/batch_runner.py`; None if nothing can be recorded
+    - compile_ahead(runner): compiles the kernels that a `ModelRunner` needs and that are not kept yet
     """
     found: Callable[..., Any] = doors.find(doors.CPU[name])
     return found

@@ -184,5 +184,6 @@ CPU = {
     "say_what_is_missing": "cpu.isa:say_what_is_missing",
     "linear_method": "cpu.dense:linear_method",
     "recorded_steps": "cpu.recorded:recorded_steps",
+    "compile_ahead": "cpu.ahead:compile_ahead",
 }
 CPU_KERNELS = "cpu.kernels"  # the folder of kernels that are siblings of those in kernels/

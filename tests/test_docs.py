@@ -214,38 +214,6 @@ def test_pictures_are_shown_and_name_files_that_exist(path: Path) -> None:
         assert list(PACKAGE.rglob(name)), name
 
 
-def test_links_of_the_readme_lead_somewhere_on_a_package_index_too() -> None:
-    """A package index shows only the text of README.md, so a link to a file of the project leads nowhere."""
-    for target in links(README):
-        assert target.startswith("https://") or target in anchors(README), target
-
-
-def test_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
-    measured = set(re.findall(r"[\d,]+", (ROOT / "docs/benchmarks.md").read_text()))
-    table = README.split("| | nanovllm |")[1].split("\n\n")[0]
-    for row in table.splitlines()[2:]:
-        for figure in re.findall(r"[\d,]+", row.split("|", 2)[2]):
-            assert figure in measured, row
-
-
-def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    [code] = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert code.count('"path/to/Qwen3-0.6B"') == 1
-    names: dict[str, Any] = {}
-    exec(code.replace('"path/to/Qwen3-0.6B"', repr(demo_model_path())), names)
-    output = names["outputs"][0]
-    assert output.outputs[0].text == output["text"] and output["token_ids"]
-    assert capsys.readouterr().out == output["text"] + "\n"
-
-
-def test_versions_of_the_readme_are_those_that_pip_accepts() -> None:
-    settings = (ROOT / "pyproject.toml").read_text()
-    [(least, above)] = re.findall(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', settings)
-    assert f"Python 3.{least} to 3.{int(above) - 1}." in README
-    [(least, above)] = re.findall(r'"torch>=2\.(\d+),<2\.(\d+)"', settings)
-    assert f"torch 2.{least} to 2.{int(above) - 1}" in section(README, "Models and hardware")
-
-
 def test_the_loop_over_steps_runs() -> None:
     [code] = re.findall(r"```python\n(.*?)```", section(OPTIONS, "Step by step"), re.S)
     names: dict[str, Any] = {"LLM": LLM, "SamplingParams": SamplingParams, "demo_model_path": demo_model_path}
@@ -294,12 +262,6 @@ def test_the_example_of_other_config_values_acts(tmp_path: Path) -> None:
     assert load_model_config(folder, overrides=json.loads(shown)).max_position_embeddings == 131_072
 
 
-def test_the_readme_names_every_document() -> None:
-    for path in DOCS[1:]:
-        assert f"`{path.relative_to(ROOT)}`" in README
-    assert "`SECURITY.md`" in README
-
-
 def test_limits_in_the_page_on_security_are_those_of_the_code() -> None:
     text = " ".join((ROOT / "SECURITY.md").read_text().split())
     mib, limits = 2**20, Limits()
@@ -315,10 +277,6 @@ def test_limits_in_the_page_on_security_are_those_of_the_code() -> None:
         f"at most {MAX_CHARS:,} characters, {MAX_CHOICES:,} choices and {structured_outputs.MAX_DEPTH} l",
     ):
         assert sentence in text
-
-
-def test_it_says_how_long_the_tests_take() -> None:
-    assert re.search(r"python -m pytest [^\n]*\n```\n\nThe tests take about \d+ minutes", README)
 
 
 def test_every_test_file_belongs_to_a_room() -> None:

@@ -61,6 +61,11 @@ def level() -> str:
     return _other.get() or _own_level()
 
 
+def is_own() -> bool:
+    """Whether the level is that of a new process."""
+    return not _other.get()
+
+
 @lru_cache
 def _own_level() -> str:
     forced = os.environ.get(VARIABLE, "")

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm.cpu import isa
 from nanovllm.cpu.kernels.checking import CHECKED
 from nanovllm.cpu.kernels.recording import Arena, Recording
-from nanovllm.cpu.kernels.team import team
+from nanovllm.cpu.kernels.team import team_size
 
 logger = logging.getLogger("nanovllm")
 
@@ -75,7 +75,7 @@ class RecordedSteps:
     def _forget(self) -> None:
         self._arena = Arena()
         self._recordings: dict[object, Recording] = {}  # the one that was used last is at the end
-        self._threads = team().size
+        self._threads = team_size()
 
     def clear(self) -> None:
         """Forget all recordings: addresses of weights or of the KV cache change."""
@@ -93,7 +93,7 @@ class RecordedSteps:
         """The output of the step: of the recording `key`, or of the step that `make_step` makes, which is
         recorded. Valid until the next run. None if it cannot be recorded; then it has stored no token.
         """
-        if self._threads != team().size:  # scratch memory is for this number of threads
+        if self._threads != team_size():  # scratch memory is for this number of threads
             self._forget()
         found = self._recordings.pop(key, None)
         if found is not None:

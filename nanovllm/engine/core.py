@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from nanovllm.answers import RequestOutput
 from nanovllm.batch import Batch, StepKind, TokenEvents
-from nanovllm.device import Device
+from nanovllm.device import Device, cpu_door
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
 from nanovllm.engine.stats import Load, StepStats, pairs_of
@@ -48,6 +48,8 @@ class Core:
         setup = RankSetup(*place, own, model.model_config, model.path, usable, self.runner_class)
         self.ranks = start_ranks(setup, on_progress)
         self.runner = runner = self.ranks.runner
+        if not device.is_cuda:
+            cpu_door("compile_ahead")(runner)
         self.room = Room(
             self.ranks.num_blocks,
             runner.block_size,

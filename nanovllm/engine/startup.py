@@ -77,7 +77,8 @@ def open_model(config: Config) -> OpenedModel:
     generation = read_generation_config(option, path)
     model_config = read_model_config(config, path, generation, device)
     if not device.is_cuda and config.dtype == "auto":
-        logger.info("dtype: %s on this CPU (the checkpoint's is %s)", *_dtypes(device, model_config))
+        chosen = str(device.resolve_dtype("auto", model_config.dtype)).removeprefix("torch.")
+        logger.info("dtype: %s on this CPU (the checkpoint's is %s)", chosen, model_config.dtype)
     for note in model_config.quant.notes:
         logger.warning("%s", note)
     defaults = overridden(generation, option, changes)
@@ -96,16 +97,8 @@ def open_model(config: Config) -> OpenedModel:
     processor = make_processor(config, path, model_config)
     if config.load_format == "auto":
         check_weights(model_config, path)
-    embedding = None
-    if (path / MODULES_FILE).is_file():
-        embedding = _EXTRAS["embedding"](path, model_config)
+    embedding = _EXTRAS["embedding"](path, model_config) if (path / MODULES_FILE).is_file() else None
     return OpenedModel(config, path, model_config, max_model_len, defaults, processor, embedding)
-
-
-def _dtypes(device: Device, model_config: ModelConfig) -> tuple[str, str]:
-    """The names of the dtype that "auto" means, and of the checkpoint's."""
-    chosen = device.resolve_dtype("auto", model_config.dtype)
-    return str(chosen).removeprefix("torch."), model_config.dtype
 
 
 def read_model_config(config: Config, path: Path, generation: dict[str, Any], device: Device) -> ModelConfig:
@@ -129,8 +122,7 @@ def find_tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase 
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is not None and not isinstance(config.tokenizer, str):
-        found: PreTrainedTokenizerBase = config.tokenizer
-        return found
+        return config.tokenizer
     path = model_path
     if config.tokenizer is not None or config.tokenizer_revision not in (None, config.revision):
         name = config.model if config.tokenizer is None else config.tokenizer

@@ -26,7 +26,7 @@ from nanovllm.engine.startup import (
 )
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError
 from nanovllm.extras.embedding import read_embedding_defaults
-from nanovllm.jobs.check import version
+from nanovllm.jobs.about import version
 from nanovllm.jobs.errors import ANSWERED, REFUSED
 from nanovllm.jobs.job import engine_options
 from nanovllm.layers.stream import Group
@@ -39,29 +39,30 @@ _GIB = 2**30
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Print what is found; return 0 if the model can run, or if there is none, and 2 if it cannot."""
-    version(args)
+    """Print the verdict, what it rests on, and the machine; return 0 if the model can run, or if there is
+    none, and 2 if it cannot."""
+    found: list[str] = []
     logger = logging.getLogger("nanovllm")
     level = logger.level
     logger.setLevel(logging.ERROR)  # what it says of a start is printed here
+    verdict, code = "it can run here", ANSWERED
     try:
         config = Config.from_kwargs(args.model or ".", **engine_options(args))
         device = Device(config.device)
-        for line in _devices(config, device):
-            print(line)
+        found += _devices(config, device)
         if args.model is None:
-            print("pass a model, a folder or a hub id, to see whether it can run here")
-            return ANSWERED
-        print(f"model {args.model}")
-        for line in _model(config, device):
-            print("  " + line)
+            verdict = "pass a model, a folder or a hub id, to see whether it can run here"
+        else:
+            found.append(f"model {args.model}")
+            for line in _model(config, device):
+                found.append("  " + line)
     except (ValueError, TypeError, ImportError, ModelLoadError, KVCacheMemoryError) as error:
-        print(f"it cannot run here: {error}")
-        return REFUSED
+        verdict, code = f"it cannot run here: {error}", REFUSED
     finally:
         logger.setLevel(level)
-    print("it can run here")
-    return ANSWERED
+    print("\n".join([verdict, *found, "", "this machine:"]))
+    version(args)
+    return code
 
 
 def _devices(config: Config, device: Device) -> Iterator[str]:

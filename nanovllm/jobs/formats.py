@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from nanovllm.jobs.errors import JobRefusedError
-from nanovllm.jobs.output import input_columns, ordered_lines, records, write_csv
+from nanovllm.jobs.output import ordered_lines, records, table_columns, write_csv
 from nanovllm.jobs.packed import PACKINGS, import_zstd, open_rows, packed, packing_of
 from nanovllm.jobs.parquet import ParquetSource, import_pyarrow, write_parquet
 from nanovllm.jobs.side_files import replaced
@@ -21,8 +21,11 @@ SOURCES: dict[str, Callable[..., Source]] = {
     "tsv": partial(CSVSource, format="tsv"),
     "parquet": ParquetSource,
 }
+_Writer: TypeAlias = (
+    "Callable[[Iterator[dict[str, Any]], BinaryIO, Sequence[str], Mapping[str, str], bool], None]"
+)
 # What writes an output at the end; for the other formats, the lines of a job are the file.
-_WRITERS: dict[str, Callable[[Iterator[dict[str, Any]], BinaryIO, Mapping[str, str], bool], None]] = {
+_WRITERS: dict[str, _Writer] = {
     "csv": write_csv,
     "tsv": partial(write_csv, delimiter="\t"),
     "parquet": write_parquet,
@@ -162,4 +165,4 @@ def export(lines: Path, path: Path, rows: range, csv_safe: bool = False) -> None
             file.writelines(ordered_lines(lines, rows))
         else:
             write = _WRITERS[ENDINGS[ending]]
-            write(records(lines, rows), file, input_columns(lines), csv_safe)
+            write(records(lines, rows), file, *table_columns(lines), csv_safe)

@@ -24,6 +24,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nanovllm import __version__
 from nanovllm.config import Config
 from nanovllm.jobs.errors import FAILED, READER_LEFT, REFUSED, JobRefusedError, Signals, caught_signals
 from nanovllm.jobs.formats import ENDINGS, SOURCES
@@ -34,7 +35,7 @@ from nanovllm.jobs.sources import QUOTINGS
 from nanovllm.params import SamplingParams
 from nanovllm.vllm.arguments import ENGINE, elsewhere
 
-_MODULES = {"run": "run", "check": "check", "version": "check", "doctor": "doctor"}  # of the commands
+_MODULES = {"run": "run", "check": "check", "version": "about", "doctor": "doctor"}  # of the commands
 # Python's words in texts about options, and those of a command line.
 _REWORDED = (
     (r", or a (torch|transformers)[.\w ]*\w", ""),
@@ -118,6 +119,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line; SystemExit with code 2 if it is wrong. `command` is the name of the command."""
     given = sys.argv[1:] if argv is None else argv
     parser, commands = _parser("--help-options" in given)
+    if not given:
+        parser.print_help()
+        parser.exit()
     if given and given[0] not in commands.choices and (write := elsewhere(given[0])) is not None:
         parser.error(f"there is no command {given[0]!r}; {write}")
     # Before argparse says what else is missing. vLLM's `chat` is a command, ours a flag.
@@ -140,6 +144,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def _parser(explained: bool) -> tuple[argparse.ArgumentParser, Any]:
     """The parser, and those of its commands. explained: the help has the options of `LLM`."""
     parser = argparse.ArgumentParser(prog="nanovllm", description="Offline batch inference.")
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
     run = commands.add_parser(

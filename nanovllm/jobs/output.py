@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +32,7 @@ COLUMNS: tuple[str, ...] = ("index", "id", "text", "finish_reason", "texts", "fi
 COLUMNS += ("prompt_tokens", "completion_tokens", "logprobs", "error")
 # Those of answers that a parser has separated, where there is one.
 PARSED: tuple[str, ...] = ("reasoning", "reasonings", "tool_calls", "all_tool_calls", "tool_call_errors")
+_ALWAYS = ("index", "text")  # of a CSV file, also where no row has a text
 LISTS = ("texts", "finish_reasons")  # of rows with several completions
 NUMBERS = ("index", "prompt_tokens", "completion_tokens")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet runs a cell that begins so
@@ -296,21 +297,27 @@ def records(lines: Path, rows: range) -> Iterator[dict[str, Any]]:
     return map(_record, ordered_lines(lines, rows))
 
 
-def input_columns(lines: Path) -> dict[str, str]:
-    """The columns of the input in a file of lines, by first appearance, at most MAX_COLUMNS; and the kind of
-    their values: "int", "float", "bool" or "str", which is all others."""
+def table_columns(lines: Path) -> tuple[list[str], dict[str, str]]:
+    """What a table of a file of lines has: those of COLUMNS that a row fills, and `_ALWAYS`; and the columns
+    of the input, by first appearance, at most MAX_COLUMNS, with the kind of their values: "int", "float",
+    "bool" or "str", which is all others."""
     kinds: dict[str, str] = {}
+    filled = {*_ALWAYS}
     with lines.open("rb") as file:
         for record in map(_record, file):
             for name, value in record.items():
-                if name in COLUMNS or (name not in kinds and len(kinds) == MAX_COLUMNS):
+                if name in COLUMNS:
+                    if value not in (None, ""):
+                        filled.add(name)
+                    continue
+                if name not in kinds and len(kinds) == MAX_COLUMNS:
                     continue
                 kind, before = _kind(value), kinds.get(name, "")
                 both = {kind, before} - {""}
                 kinds[name] = (
                     kind or before if len(both) < 2 else "float" if both == {"int", "float"} else "str"
                 )
-    return {name: kind or "str" for name, kind in kinds.items()}
+    return [name for name in COLUMNS if name in filled], {name: kind or "str" for name, kind in kinds.items()}
 
 
 def _kind(value: Any) -> str:
@@ -337,20 +344,21 @@ def as_text(value: Any) -> str:
 def write_csv(
     records: Iterator[dict[str, Any]],
     file: BinaryIO,
+    own: Sequence[str],
     columns: Mapping[str, str],
     csv_safe: bool = False,
     delimiter: str = ",",
 ) -> None:
     """Write a CSV file, with lists as JSON, and None as an empty field.
 
-    columns: of the input, and their kinds. csv_safe: a string that a spreadsheet would run begins with an
+    own, columns: as of `table_columns`. csv_safe: a string that a spreadsheet would run begins with an
     apostrophe, which makes it text, also in the row of names; numbers are as they are.
     """
     # With the line end "\r\n" the csv module quotes both characters. With "\n" it does not quote "\r", up to
     # Python 3.12.
     lines = SimpleNamespace(write=lambda line: file.write((line.removesuffix("\r\n") + "\n").encode()))
     writer = csv.writer(lines, delimiter=delimiter, lineterminator="\r\n")
-    names = [*COLUMNS, *columns]
+    names = [*own, *columns]
 
     def cell(value: Any) -> Any:
         if isinstance(value, (list, dict, bool)):

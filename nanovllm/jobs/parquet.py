@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -108,9 +108,14 @@ def _values_of(batch: Any) -> Iterator[Values | ValueError]:
 
 
 def write_parquet(
-    records: Iterator[dict[str, Any]], file: BinaryIO, columns: Mapping[str, str], csv_safe: bool = False
+    records: Iterator[dict[str, Any]],
+    file: BinaryIO,
+    own: Sequence[str],
+    columns: Mapping[str, str],
+    csv_safe: bool = False,
 ) -> None:
-    """Write a Parquet file, a batch at a time. columns: of the input, and their kinds."""
+    """Write a Parquet file, a batch at a time. columns: of the input, and their kinds. It has all columns of
+    answers, not only `own`: files of one job's shards have one schema."""
     pyarrow = import_pyarrow()
     kinds = {name: pyarrow.string() for name in COLUMNS}
     kinds |= {name: pyarrow.int64() for name in NUMBERS}

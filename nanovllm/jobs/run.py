@@ -102,13 +102,20 @@ def _run_job(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
             )
         except OSError as error:
             raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
-        if before is not None and before.get("versions") != journal.state["versions"]:
-            _say(f"the job began with other versions, and answers may differ: {before.get('versions')}")
+        if before is not None and (others := _other_versions(before, journal.state)):
+            _say(f"the job began with other versions, and answers may differ: {', '.join(others)}")
         with closing(output):
             runner = JobRunner(args, source, output, signals)
             runner.answers = answers
             make = partial(make_format, args, is_batch, seed=config.seed)
             return _run(runner, journal, lambda: _answer(runner, journal, make, make_llm))
+
+
+def _other_versions(before: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """What differs between the versions of two journals."""
+    then, now = before.get("versions", {}), state["versions"]
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return [f"{name} {then.get(name, 'unknown')} (here {now.get(name, 'unknown')})" for name in names]
 
 
 def _run(runner: JobRunner, journal: Journal, answer: Callable[[], None]) -> int:

@@ -16,7 +16,8 @@ from nanovllm.engine.stats import Progress, StepStats
 from nanovllm.stats.summary import short
 
 LINE_SECONDS = 10.0  # between plain lines
-_NOTEBOOK_COLUMNS = 80  # of a text bar in a notebook, which has no width
+_NOTEBOOK_COLUMNS = 80  # of a bar in a notebook, which has no width
+_NOTEBOOK_SECONDS = 1.0  # between its redraws
 
 # The first layout that fits is used. `postfix` begins with a comma.
 _LAYOUTS = (
@@ -111,26 +112,26 @@ class Lines:
 
 
 def _make_bar(total: int, rates: Callable[[], str]) -> Any:
-    """A tqdm bar that fits its terminal: a widget if the notebook has widgets, else text."""
-    from tqdm import notebook, tqdm
+    """A tqdm bar of text that fits its terminal or its notebook. A widget would stay empty, or at 0 %, in a
+    notebook that is shown without its kernel."""
+    from tqdm import tqdm
 
-    notebook_text = in_notebook() and notebook.IProgress is None  # ipywidgets is not installed
-    base: Any = notebook.tqdm if in_notebook() and not notebook_text else tqdm
-
-    class Bar(base):  # type: ignore[misc]
+    class Bar(tqdm):  # type: ignore[type-arg]
         @property
         def format_dict(self) -> dict[str, Any]:
-            """The values that a bar shows; tqdm reads them at each redraw, ten times a second."""
+            """The values that a bar shows; tqdm reads them at each redraw."""
             values: dict[str, Any] = super().format_dict
             return values | {"bar_format": layout(total, values["ncols"]), "postfix": rates()}
 
-    columns = _NOTEBOOK_COLUMNS if notebook_text else None
-    return Bar(total=total, miniters=0, disable=False, ncols=columns, dynamic_ncols=not notebook_text)
+    # A notebook that a program runs keeps each redraw.
+    columns, seconds = (_NOTEBOOK_COLUMNS, _NOTEBOOK_SECONDS) if in_notebook() else (None, 0.1)
+    size: dict[str, Any] = {"ncols": columns, "dynamic_ncols": columns is None}
+    return Bar(total=total, miniters=0, mininterval=seconds, disable=False, **size)
 
 
 def layout(total: int, columns: object) -> str:
     """The fullest of _LAYOUTS that fits `columns` for `total` requests; the first if `columns` is None."""
-    if not isinstance(columns, int):  # a notebook's widget, or a terminal of unknown width
+    if not isinstance(columns, int):  # a terminal of unknown width
         return _LAYOUTS[0]
     shown = _WIDEST_FIELDS | {"n_fmt": str(total), "total_fmt": str(total)}
     fitting = (each for each in _LAYOUTS if len(each.format_map(shown)) <= columns)

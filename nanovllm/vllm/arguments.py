@@ -289,6 +289,17 @@ ELSEWHERE: dict[str, _Elsewhere] = {
     "AsyncEngineArgs": _Elsewhere("vLLM", "LLM(model, ...) with the same options"),
     "AsyncLLMEngine": _Elsewhere("vLLM", _LOOP),
     "AsyncLLM": _Elsewhere("vLLM", _LOOP),
+    "LoRARequest": _Elsewhere("vLLM", "the adapter into the weights, with peft's merge_and_unload()"),
+    "KVTransferConfig": _Elsewhere(
+        "vLLM", "LLM(model, data_parallel_size=...); a KV cache stays in its engine"
+    ),
+    "PoolerConfig": _Elsewhere("vLLM", "PoolingParams, or the folder's sentence-transformers files"),
+    "ProfilerConfig": _Elsewhere("vLLM", "llm.start_profile(folder)"),
+    **dict.fromkeys(
+        ("AdapterLogitsProcessor", "LogitsProcessor"),
+        _Elsewhere("vLLM", "SamplingParams(logits_processors=[function]), a function of a request"),
+    ),
+    "PromptType": _Elsewhere("vLLM", "str, list[int], TextPrompt or TokensPrompt"),
     # methods and attributes
     "encode": _Elsewhere(
         "vLLM", "llm.embed(prompts) for embeddings, llm.get_tokenizer().encode(text) for token ids"

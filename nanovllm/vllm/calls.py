@@ -15,10 +15,12 @@ from nanovllm.answers import RequestOutput
 from nanovllm.chat.calls import ChatCalls
 from nanovllm.chat.conversations import Conversation, Thinking, check_template_options
 from nanovllm.checks import BadRow, raise_first
+from nanovllm.engine.startup import find_model
 from nanovllm.engine.stats import progress_of
 from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others, show
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.metrics import Metric
+from nanovllm.models.registry import open_checkpoint
 from nanovllm.names import refuse_unknown
 from nanovllm.params import SamplingParams
 from nanovllm.residency.calls import ResidencyCalls
@@ -229,15 +231,29 @@ class VLLMCalls(QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
         """Call `method(worker, *args, **kwargs)` on each rank; return the results, those of rank 0 first.
 
         worker: has `rank`, `local_rank`, `device`, `get_model()` and `model_runner.model`. A function as for
-        `apply_model`. ValueError for the name of a method: the workers of vLLM have others. timeout: has no
-        effect; `distributed_timeout_seconds` is the limit.
+        `apply_model`. The one name of a method is "reload_weights", which loads the model's files again.
+        ValueError for another: the workers of vLLM have others. timeout: has no effect;
+        `distributed_timeout_seconds` is the limit.
         """
+        if method == "reload_weights" and not (args or kwargs):
+            return self._reload_weights()
         if not callable(method):
             raise ValueError(
                 f"collective_rpc({method!r}) is not supported: workers do not have vLLM's methods; pass a "
                 "function of the worker, or use apply_model(), sleep(), update_weights() or start_profile()"
             )
         return self._apply(_OfWorker(method, tuple(args), dict(kwargs or {})), method)
+
+    def _reload_weights(self) -> list[None]:
+        """Replace all weights by those of the files. ValueError for dummy weights, which have none."""
+        if self.config.load_format == "dummy":
+            raise ValueError(
+                "collective_rpc('reload_weights') has no files to load with load_format='dummy'; use "
+                "update_weights()"
+            )
+        with open_checkpoint(find_model(self.config)).tensors() as stored:
+            self.update_weights((name, source[:]) for name, source in stored.items())
+        return [None] * self.get_world_size()
 
     def _apply(self, call: Callable[[RankView], Any], function: object) -> list[Any]:
         if self.get_world_size() > 1:

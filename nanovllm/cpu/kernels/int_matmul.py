@@ -12,7 +12,7 @@ import torch
 from nanovllm.cpu.kernels.int_layout import GROUP, LANES, IntWeight, levels
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel, empty
 from nanovllm.cpu.kernels.native import jit
-from nanovllm.cpu.kernels.team import team
+from nanovllm.cpu.kernels.team import team_size
 
 _RECORD = 80  # bytes of a group of x, at most
 _ROWS = 64  # of a program
@@ -192,7 +192,7 @@ def int_linear(
     records = empty((rows, row_bytes), torch.uint8)
     _QUANTISE.launch((name, DTYPES[x.dtype]), rows, x, records, k, x.stride(0), row_bytes)
     vectors = _vectors(n, rows)
-    ahead = vectors * (team().size - 1) + 1  # blocks to the next program of a thread
+    ahead = vectors * (team_size() - 1) + 1  # blocks to the next program of a thread
     columns, chunks = -(-n // (LANES * vectors)), -(-rows // _ROWS)
     block_bytes, stride = weight.data.stride(0), 0 if residual is None else residual.stride(0)
     _PRODUCT.launch(
@@ -206,7 +206,7 @@ def int_linear(
 
 def _vectors(n: int, rows: int) -> int:
     """Blocks of 16 outputs of a program. No bit of the result depends on it."""
-    wanted = _CLAIMS * team().size
+    wanted = _CLAIMS * team_size()
     vectors = _VECTORS
     while vectors > 1 and -(-n // (LANES * vectors)) * -(-rows // _ROWS) < wanted:
         vectors //= 2

@@ -18,7 +18,7 @@ import torch
 
 from nanovllm.cpu.kernels.checking import CHECKED, allow, complain, table_lock
 from nanovllm.cpu.kernels.native import address_and_note, assembly, jit
-from nanovllm.cpu.kernels.team import team
+from nanovllm.cpu.kernels.team import team, team_size
 from nanovllm.kernels.kinds import Kinds
 
 Address = int  # the annotation of a parameter that takes a tensor, or None for the address 0
@@ -52,10 +52,15 @@ class Recorder(Protocol):
 
 
 recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+# Where it is set, launches do not run: each notes the arguments of `address_and_note`, and results are 0.
+Wanted = dict[tuple[Any, ...], None]
+wanted: ContextVar[Wanted | None] = ContextVar("wanted", default=None)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised memory for the result of a kernel. In a recording it belongs to the recording."""
+    if wanted.get() is not None:
+        return torch.zeros(shape, dtype=dtype)
     found = recorder.get()
     return torch.empty(shape, dtype=dtype) if found is None else found.empty(shape, dtype)
 
@@ -68,7 +73,7 @@ def profiled(name: str) -> AbstractContextManager[object]:
 
 def scratch(num_bytes: int) -> torch.Tensor:
     """Uninitialised memory: `num_bytes` for each thread of a launch, in order."""
-    return empty((team().size * num_bytes,), torch.uint8)
+    return empty((team_size() * num_bytes,), torch.uint8)
 
 
 def run_now(launch: Launch) -> None:
@@ -104,6 +109,9 @@ class Kernel:
 
     def launch(self, variant: tuple[object, ...], programs: int, *arguments: Argument) -> None:
         """Run `programs` programs. variant: of `make`, constants of the machine code."""
+        if (noted := wanted.get()) is not None:
+            noted[(_entry, self._make, *variant)] = None
+            return
         if programs == 0:
             return
         function, pack = self._compiled(*variant)

@@ -15,7 +15,7 @@ import torch
 from nanovllm.cpu import isa
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel, empty, scratch
 from nanovllm.cpu.kernels.native import jit
-from nanovllm.cpu.kernels.team import team
+from nanovllm.cpu.kernels.team import team_size
 from nanovllm.kernels.kinds import Kinds
 
 _COLUMNS = 64
@@ -264,7 +264,7 @@ def matmul(
         variant,
         programs,
         *(y, packed, bias, residual, out, memory),
-        *(rows, n, k, y.stride(0), other, blocks, team().size),
+        *(rows, n, k, y.stride(0), other, blocks, team_size()),
     )
     return out
 

@@ -98,18 +98,29 @@ def _found(
     make: Callable[..., Any], variant: tuple[object, ...], results: str, level: str
 ) -> tuple[int, str]:
     with _lock:
-        what = "-".join(map(_name, (make, *variant)))
-        symbol = "k" + hashlib.sha256(f"{_sources()} {level} {what}".encode()).hexdigest()[:32]
-        folder = cache_folder()
-        path = None if folder is None else folder / f"{symbol}.o"
-        kept = None if path is None else _read(path)
-        if kept is None:
+        symbol, path = _place(make, variant, level)
+        content = None if path is None else _read(path)
+        if content is None:
             note, module, machine = _module(make, variant, results, symbol, level)
-            kept = note.encode() + b"\n" + bytes(machine.emit_object(module))
+            content = note.encode() + b"\n" + bytes(machine.emit_object(module))
             if path is not None:
-                _write(path, kept)
-        first, _, code = kept.partition(b"\n")
+                _write(path, content)
+        first, _, code = content.partition(b"\n")
         return _load(code, symbol), first.decode()
+
+
+def _place(make: Callable[..., Any], variant: tuple[object, ...], level: str) -> tuple[str, Path | None]:
+    """The name of a compiled function, and its file; None if none can be kept."""
+    what = "-".join(map(_name, (make, *variant)))
+    symbol = "k" + hashlib.sha256(f"{_sources()} {level} {what}".encode()).hexdigest()[:32]
+    folder = cache_folder()
+    return symbol, None if folder is None else folder / f"{symbol}.o"
+
+
+def is_kept(make: Callable[..., Any], *variant: object) -> bool:
+    """Whether the code of `make(*variant)` is on the disk, for the level of now."""
+    path = _place(make, variant, isa.level())[1]
+    return path is not None and _read(path) is not None
 
 
 def _name(part: object) -> str:
@@ -146,7 +157,7 @@ def _module(
     from llvmlite import binding
     from numba import types
 
-    _say()
+    say_once()
     with _numba_for(level), isa.compiling_for(level):
         function = make(*variant)
         kinds = tuple(types.int64 for _ in range(function.__code__.co_argcount))
@@ -214,10 +225,14 @@ def _code_generator(level: str) -> Any:
     return CodeGenerator(f"nanovllm for {level}")
 
 
-def _say() -> None:
+def say_once(count: int | None = None) -> None:
+    """Once: that kernels are compiled, and how many, if that is known."""
     if not _said:
         _said.append("compiling")
-        logger.warning("compiling kernels for this CPU: some seconds, once; later starts read them from disk")
+        what = "kernels" if count is None else f"{count} kernels"
+        logger.warning(
+            "compiling %s for this CPU: some seconds, once; later starts read them from disk", what
+        )
 
 
 def _write(path: Path, code: bytes) -> None:

@@ -212,6 +212,9 @@ def aligned(num_bytes: int) -> tuple[np.ndarray, int]:
     return memory, -(-memory.ctypes.data // LINE) * LINE
 
 
+OWN = (_make_run, _make_alone, _make_help)  # what a team compiles
+
+
 class Team:
     """`size` threads: the one that calls, and helpers, which live as long as the process. Runs follow one
     another; a thread that calls while another thread's run is on waits for it."""
@@ -297,9 +300,14 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
+def team_size() -> int:
+    """The number of threads of this context's team."""
+    return num_threads.get() or torch.get_num_threads()
+
+
 def team() -> Team:
     """The team of this context's number of threads."""
-    size = num_threads.get() or torch.get_num_threads()
+    size = team_size()
     found = _teams.get(size)
     if found is None:
         with _making:

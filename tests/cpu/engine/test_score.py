@@ -97,6 +97,7 @@ def test_logits_are_computed_for_the_continuations_alone(
 
     monkeypatch.setattr(DecoderForCausalLM, "compute_logits", recorded)
     with make_tiny(model, max_num_batched_tokens=30) as llm:
+        rows.clear()  # of the start, in which no kernel runs
         llm.score(PROMPT, CONTINUATIONS, False)
         scored = [batch.extras.scored for batch in llm.batches if batch.extras and batch.extras.scored]
         assert sum(len(each.token_ids) for each in scored) == sum(map(len, CONTINUATIONS)) == sum(rows)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from checked_llm import make_tiny
 from rank_functions import cannot_return, fails, num_weights, place
 
@@ -105,9 +106,9 @@ def test_functions_on_every_rank(llm: LLM) -> None:
     with pytest.raises((LookupError, RuntimeError), match="no such layer"):
         llm.apply_model(fails)
     with pytest.raises(
-        ValueError, match=r"collective_rpc\('reload_weights'\) is not supported: workers do not"
+        ValueError, match=r"collective_rpc\('update_config'\) is not supported: workers do not"
     ):
-        llm.collective_rpc("reload_weights")
+        llm.collective_rpc("update_config", args=({},))
     if size * replicas > 1:
         with pytest.raises(TypeError, match=r"cannot be pickled .*; pass a function of a module that other"):
             llm.apply_model(lambda model: 5)
@@ -116,6 +117,32 @@ def test_functions_on_every_rank(llm: LLM) -> None:
     else:
         assert llm.apply_model(lambda model: 5) == [5]
     assert len(llm.generate([[5], [6]], GREEDY, use_tqdm=False)) == 2, "the engine is usable after errors"
+
+
+def test_weights_are_loaded_again(llm: LLM) -> None:
+    """Also as vLLM's page on sleep mode says it, before the KV cache wakes up."""
+
+    def answer() -> list[int]:
+        return list(llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0]["token_ids"])
+
+    expected = answer()
+    name = "model.embed_tokens.weight"
+    llm.update_weights({name: torch.zeros(llm.model_config.vocab_size, llm.model_config.hidden_size)})
+    assert answer() != expected
+    assert llm.collective_rpc("reload_weights") == [None] * llm.get_world_size()
+    assert answer() == expected
+    llm.sleep(level=2)
+    with pytest.raises(RuntimeError, match="sleeps"):
+        llm.collective_rpc("reload_weights")
+    llm.wake_up(tags=["weights"])
+    llm.collective_rpc("reload_weights")
+    llm.wake_up(tags=["kv_cache"])
+    assert answer() == expected
+
+
+def test_dummy_weights_have_no_files(model: Path) -> None:
+    with make_tiny(model, load_format="dummy") as llm, pytest.raises(ValueError, match="no files to load"):
+        llm.collective_rpc("reload_weights")
 
 
 def test_a_function_of_the_script_itself(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

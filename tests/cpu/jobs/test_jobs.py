@@ -9,6 +9,7 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 from decimal import Decimal
+from importlib.metadata import version
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,11 @@ def test_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(source, "-o", out, make_llm=no_model) == 0 and out.read_bytes() == before
     assert "other versions" not in capsys.readouterr().err
     path = tmp_path / "out.jsonl.job.json"
-    path.write_text(path.read_text().replace('"torch": "', '"torch": "0.'))
+    torch = version("torch")
+    path.write_text(path.read_text().replace(f'"torch": "{torch}"', '"torch": "0.1"'))
     assert run(source, "-o", out, make_llm=no_model) == 0 and out.read_bytes() == before
-    assert "the job began with other versions, and answers may differ: {" in capsys.readouterr().err
+    differ = f"began with other versions, and answers may differ: torch 0.1 (here {torch})\n"
+    assert differ in capsys.readouterr().err
 
 
 def test_bad_rows_are_error_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +231,7 @@ def test_other_formats_in_and_out(tmp_path: Path, ending: str) -> None:
         lines = out.read_text().splitlines()
         assert lines[0].replace("\t", ",").startswith("index,id,text,finish_reason") and len(lines) == 51
         prompt = '"prompt, 3"' if ending == "csv" else "prompt, 3"
-        assert lines[4].replace("\t", ",") == f"3,r3,9 None,stop,,,1,2,,,{prompt}"
+        assert lines[4].replace("\t", ",") == f"3,r3,9 None,stop,1,2,{prompt}"
     (tmp_path / f"out.{ending}.rows.jsonl").unlink()
     assert run(source, "-o", out) == 2
 
@@ -238,9 +241,7 @@ def test_csv_with_line_ends_of_all_kinds(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", [{"id": each, "prompt": "a"} for each in ids])
     assert run(source, "-o", tmp_path / "out.csv") == 0
     content = (tmp_path / "out.csv").read_bytes()
-    assert content.startswith(b"index,id,text,finish_reason") and content.endswith(
-        b"4,g,1 None,stop,,,1,2,,,a\n"
-    )
+    assert content.startswith(b"index,id,text,finish_reason") and content.endswith(b"4,g,1 None,stop,1,2,a\n")
     with (tmp_path / "out.csv").open(newline="") as file:
         assert [row["id"] for row in csv.DictReader(file)] == ids
 
@@ -352,21 +353,6 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "nanovllm " in printed and "attention backend reference: can run" in printed
     assert program.main(["run", str(good), "-o", str(good), "--model", jobs.demo_model_path()]) == 2
     assert "nanovllm run: -o" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("run a -o b --model c --max-num-seq 5", "arguments: --max-num-seq 5; did you mean --max-num-seqs?"),
-        ("run a -o c --model d b", "arguments: b; `nanovllm run --help` lists all arguments"),
-        ("check a --window=5", "arguments: --window=5; `nanovllm check --help` lists"),
-    ],
-)
-def test_unknown_arguments(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        program.main(argv.split())
-    printed = capsys.readouterr().err
-    assert caught.value.code == 2 and message in printed and printed.count("\n") == 2
 
 
 def test_a_reader_that_leaves(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -58,7 +59,7 @@ def test_tables_have_the_columns(tmp_path: Path) -> None:
     assert run(source, "-o", tmp_path / "out.csv", "--csv-safe") == 1
     with (tmp_path / "out.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
-    assert list(table[0])[10:] == [*names[:6], "'=x", "tags"], "a name is a cell, too"
+    assert list(table[0]) == [*OURS, *names[:6], "'=x", "tags"], "a name is a cell, too"
     assert [table[0][name] for name in names[:5]] == ["one", "3", "theirs", "true", "1"]
     assert (table[1]["'=x"], table[1]["input_input_text"], table[1]["label"]) == ("'=cmd()", "[1]", "")
     assert table[3]["tags"] == '{"k": "é"}'
@@ -75,12 +76,29 @@ def test_tables_have_the_columns(tmp_path: Path) -> None:
     ]
 
 
+def test_columns_without_values_are_not_in_a_csv_file(tmp_path: Path) -> None:
+    """Ours; those of the input are what the input has."""
+    rows = [{"prompt": "a", "label": None}, {"prompt": "b", "label": None}]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    for ending in ("csv", "tsv"):
+        assert run(source, "-o", tmp_path / f"out.{ending}") == 0
+        delimiter = {"csv": ",", "tsv": "\t"}[ending]
+        header = (tmp_path / f"out.{ending}").read_text().partition("\n")[0].split(delimiter)
+        assert header == [name for name in OURS if name not in ("id", "error")] + ["prompt", "label"]
+    empty = write_rows(tmp_path / "empty.jsonl", [b"{ broken\n"])
+    assert run(empty, "-o", tmp_path / "empty.csv") == 1
+    header = (tmp_path / "empty.csv").read_text().partition("\n")[0]
+    assert header == "index,text,finish_reason,prompt_tokens,completion_tokens,error", (
+        "the text always has its column"
+    )
+
+
 def test_a_table_of_ever_new_columns_ends(tmp_path: Path) -> None:
     rows = [{"prompt": "a", f"c{number}": number} for number in range(MAX_COLUMNS + 50)]
     source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.csv"
     assert run(source, "-o", out) == 0
     header = out.read_text().partition("\n")[0].split(",")
-    assert len(header) == 10 + MAX_COLUMNS and len(read_rows(tmp_path / "out.csv.rows.jsonl")) == len(rows)
+    assert len(header) == 5 + MAX_COLUMNS and len(read_rows(tmp_path / "out.csv.rows.jsonl")) == len(rows)
 
 
 def test_columns_of_parquet(tmp_path: Path) -> None:
@@ -209,3 +227,27 @@ def test_columns_of_a_job_that_resumes(tmp_path: Path) -> None:
             (str(index), str(index + 1)) for index in range(200)
         ]
     assert PARAMS_COLUMN not in whole.read_text()
+
+
+def test_the_program_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints its help, and with `--version` its version, without a fault."""
+    for argv, said in (([], "usage: nanovllm"), (["--version"], f"nanovllm {version('nanovllm')}\n")):
+        with pytest.raises(SystemExit) as caught:
+            program.main(argv)
+        printed = capsys.readouterr()
+        assert not caught.value.code and printed.out.startswith(said) and not printed.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("run a -o b --model c --max-num-seq 5", "arguments: --max-num-seq 5; did you mean --max-num-seqs?"),
+        ("run a -o c --model d b", "arguments: b; `nanovllm run --help` lists all arguments"),
+        ("check a --window=5", "arguments: --window=5; `nanovllm check --help` lists"),
+    ],
+)
+def test_unknown_arguments(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        program.main(argv.split())
+    printed = capsys.readouterr().err
+    assert caught.value.code == 2 and message in printed and printed.count("\n") == 2

@@ -216,6 +216,7 @@ def test_logits_of_a_token_are_computed_once(
     monkeypatch.setattr(DecoderForCausalLM, "compute_logits", recorded)
     names = ["plain", "filters", "penalties", "logprobs_20", "allowed", "bias", "sampled_all"]
     with make(model, logprobs_mode="processed_logprobs") as llm:
+        num_rows.clear()  # of the start, in which no kernel runs
         llm.generate(*map(list, zip(*(rows[name] for name in names), strict=True)), use_tqdm=False)
         scored = sum(len(b.extras.scored.token_ids) for b in llm.batches if b.extras and b.extras.scored)
         assert scored > 0 and sum(num_rows) == scored + sum(int(b.draws.sum()) for b in llm.batches)

@@ -37,7 +37,10 @@ def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 def test_a_model_that_can_run(level: str, backend: str, doctor: Doctor) -> None:
     with isa.compiling_for(level):
         code, lines = doctor(demo_model_path())
-    assert code == 0 and lines[-1] == "it can run here"
+    assert code == 0 and lines[0] == "it can run here"
+    assert lines[1] == "device: cpu (asked for)" and lines.index("this machine:") > lines.index(
+        f"model {demo_model_path()}"
+    )
     text = "\n".join(lines)
     for part in (
         f"attention backend {backend}: can run",
@@ -55,7 +58,7 @@ def test_a_model_that_can_run(level: str, backend: str, doctor: Doctor) -> None:
 
 def test_no_model(doctor: Doctor) -> None:
     code, lines = doctor()
-    assert code == 0 and lines[-1].startswith("pass a model, a folder or a hub id")
+    assert code == 0 and lines[0].startswith("pass a model, a folder or a hub id")
 
 
 def test_quantised_weights_count_as_such(doctor: Doctor) -> None:
@@ -68,7 +71,7 @@ def test_quantised_weights_count_as_such(doctor: Doctor) -> None:
     if isa.has_kernels():
         assert gigabytes("--quantization", "int8") < 0.7 * gigabytes()
     code, lines = doctor(demo_model_path(), "--quantization", "awq")
-    assert code == 2 and "quantization='awq', but config.json has no" in lines[-1]
+    assert code == 2 and "quantization='awq', but config.json has no" in lines[0]
 
 
 def test_models_that_cannot_run(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +80,7 @@ def test_models_that_cannot_run(doctor: Doctor, tmp_path: Path, monkeypatch: pyt
     def why(*argv: str | Path) -> str:
         code, lines = doctor(*argv)
         assert code == 2
-        return "\n".join(lines).partition("it cannot run here: ")[2]
+        return lines[0].removeprefix("it cannot run here: ")
 
     assert why(tmp_path / "nowhere").endswith("does not exist, and it is not a hub id (organisation/name)")
     assert "tensor_parallel_size=3" in why(tiny, "--tensor-parallel-size", "3", "--skip-tokenizer-init")
@@ -109,4 +112,4 @@ def test_of_a_model_on_the_hub_only_small_files_are_needed(
     assert code == 0 and "  files: the first run downloads what is not there yet" in lines
     assert not any("safetensors" in pattern for pattern in asked[0]["allow_patterns"])
     code, lines = doctor("other/model")
-    assert code == 2 and lines[-1].startswith("it cannot run here: model 'other/model' is not a folder here")
+    assert code == 2 and lines[0].startswith("it cannot run here: model 'other/model' is not a folder here")

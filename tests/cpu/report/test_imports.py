@@ -31,6 +31,35 @@ def test_the_package_alone_is_imported_without_torch() -> None:
     assert loaded_by("import nanovllm\nfrom nanovllm import SamplingParams", f"{['torch', *HEAVY]}") == "[]"
 
 
+def test_rows_are_checked_without_torch() -> None:
+    """Half a second, of which torch would take two."""
+    code = (
+        "import sys, tempfile, pathlib\n"
+        "from nanovllm.jobs.main import main\n"
+        "path = pathlib.Path(tempfile.mkdtemp(), 'rows.jsonl')\n"
+        'path.write_text(\'{"prompt": "a"}\\n{\')\n'
+        "assert main(['check', str(path)]) == 1"
+    )
+    assert loaded_by(code, f"{['torch', 'pyarrow', *HEAVY]}") == "[]"
+
+
+def test_everything_is_imported_without_triton() -> None:
+    """As with torch for CPUs and no extra; the tests of this project have it."""
+    code = (
+        "import sys, importlib, pkgutil, torch\n"
+        "sys.modules['triton'] = None\n"
+        "torch.backends.cuda.is_built = lambda: True\n"
+        "import nanovllm\n"
+        "others = ('flash_attn', 'integrations', 'cpu.kernels')  # they need other packages\n"
+        "skipped = tuple(f'nanovllm.{each}' for each in others)\n"
+        "for each in pkgutil.walk_packages(nanovllm.__path__, 'nanovllm.'):\n"
+        "    each.name.startswith(skipped) or importlib.import_module(each.name)\n"
+        "from nanovllm.kernels.compat import HAS_TRITON\n"
+        "assert not HAS_TRITON"
+    )
+    assert loaded_by(code, "['triton.language']") == "[]"
+
+
 def test_no_compiler_is_imported_with_all_kernels() -> None:
     """Those of CPUs too: a start that finds its kernels on the disk needs none."""
     code = (

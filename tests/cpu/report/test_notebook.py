@@ -69,17 +69,16 @@ def notebook() -> Iterator[Notebook]:
     notebook.manager.shutdown_kernel()
 
 
-def test_without_widgets_a_bar_is_one_line_of_text_and_no_warning(notebook: Notebook) -> None:
-    """tests/plan/test_progress.py covers tqdm's notebook bar, which needs widgets."""
+def test_a_bar_is_one_line_of_text_and_no_warning(notebook: Notebook) -> None:
+    """As a saved notebook shows it, also without its kernel."""
     reply, printed = notebook.run(
         "import os, sys, time\n"
         "os.environ.pop('TQDM_DISABLE', None)\n"
-        "sys.modules['ipywidgets'] = None\n"
         "from nanovllm.batch import StepKind\n"
         "from nanovllm.engine.stats import progress_of\n"
         "from nanovllm.engine.stats import StepStats\n"
-        "with progress_of(3, True) as progress:\n"
-        "    for _ in range(3):\n"
+        "with progress_of(30, True) as progress:\n"
+        "    for _ in range(30):\n"
         "        time.sleep(0.15)\n"
         "        progress.update(StepStats(StepKind.PREFILL, 0, 0, 0, 0.15, 0, 0, 1, 0, 0, 0.0))",
         "stderr",
@@ -87,7 +86,8 @@ def test_without_widgets_a_bar_is_one_line_of_text_and_no_warning(notebook: Note
     assert reply["status"] == "ok", reply
     assert printed.endswith("\n") and printed.count("\n") == 1, printed
     states = re.split(r"\r+", printed.strip())
-    assert [state.rsplit("| ")[-1][:3] for state in states] == ["0/3", "1/3", "2/3", "3/3", "3/3"]
+    done = [state.rsplit("| ")[-1].split()[0] for state in states]
+    assert done[0] == "0/30" and done[-1] == "30/30" and len(done) <= 12, "a saved notebook keeps each redraw"
     assert all(len(state) <= 80 for state in states)
 
 
