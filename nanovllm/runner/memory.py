@@ -24,7 +24,7 @@ from nanovllm.models.decoder import Attention
 logger = logging.getLogger("nanovllm")
 
 CALIBRATION_TOKENS = 2048  # of the prompt from which an FP8 cache gets its scales, or `max_model_len`
-_CPU_CACHE_WARNING_BYTES = 2**30  # bytes; a KV cache of the default size above this gives a warning at start
+_CPU_CACHE_SHARE = 1 / 3  # of the free memory; more for KV caches of the default size gives a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,8 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
     size = num_blocks * spaces[0].per_block / 2**30
     each = " on each rank" if len(spaces) > 1 else ""
     logger.info("KV cache: %d blocks of %d tokens, %.2f GiB%s", num_blocks, block_size, size, each)
-    if spaces[0].device == "cpu" and not chosen and size * 2**30 > _CPU_CACHE_WARNING_BYTES:
+    share = len(spaces) * size * 2**30 / max(spaces[0].free, 1)
+    if spaces[0].device == "cpu" and not chosen and share > _CPU_CACHE_SHARE:
         logger.warning(
             "up to %.2f GiB of memory%s will be used for keys and values of the texts that run at once; to "
             "use less, pass kv_cache_memory_bytes, for example 2**30 for 1 GiB",

@@ -316,18 +316,19 @@ def test_the_fewest_blocks_of_all_ranks_count(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "budget", "options", "said"),
+    ("device", "free", "options", "said"),
     [
-        ("cpu", 4, {}, "up to 4.00 GiB of memory will be used for keys and values"),
-        ("cpu", 1, {}, None),
-        ("cpu", 4, {"num_kvcache_blocks": 4096}, None),
-        ("cuda:0", 4, {}, None),
+        ("cpu", 8, {}, "up to 4.00 GiB of memory will be used for keys and values"),
+        ("cpu", 16, {}, None),
+        ("cpu", 8, {"num_kvcache_blocks": 4096}, None),
+        ("cuda:0", 8, {}, None),
     ],
 )
-def test_a_large_kv_cache_on_a_cpu_gives_a_warning(
-    device: str, budget: int, options: dict, said: str | None, caplog: pytest.LogCaptureFixture
+def test_a_kv_cache_on_a_cpu_with_little_memory_gives_a_warning(
+    device: str, free: int, options: dict, said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    space = KVCacheSpace(device, free=2**34, total=2**34, budget=budget * 2**30, reserve=0, per_block=2**20)
+    """Where the KV caches of all ranks may take more than a third of what is free."""
+    space = KVCacheSpace(device, free * 2**30, 2**34, budget=4 * 2**30, reserve=0, per_block=2**20)
     fit_kv_cache([space], Config("m", **options), 16, 10**6)
     shown = [record for record in caplog.records if record.levelno >= logging.lastResort.level]
     assert len(shown) == (said is not None)
