@@ -34,6 +34,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import Checkpoint, Hub, open_checkpoint, resolve_model_path
 from nanovllm.models.weights import check_weights, weight_bytes
 from nanovllm.runner.memory import check_weights_fit
+from nanovllm.states.spec import pool_bytes
 
 _GIB = 2**30
 
@@ -167,7 +168,8 @@ def _room(config: Config, device: Device, model: ModelConfig, sizes: tuple[int, 
     per_token = model.cached_values(config.tensor_parallel_size) * item
     budget = config.kv_cache_memory_bytes
     if budget is None:
-        budget = device.kv_cache_budget(config.gpu_memory_utilization, 0, weights)[0]
+        states = pool_bytes(config, model, device) if device.is_cuda else 0  # beside the budget on a CPU
+        budget = device.kv_cache_budget(config.gpu_memory_utilization, 0, weights + states)[0]
     tokens = max(0, budget) // per_token
     if tokens < 1:
         raise KVCacheMemoryError(f"no room for the KV cache: {max(0, budget) / _GIB:.2f} GiB are left for it")

@@ -83,6 +83,19 @@ def most_sequences(row_bytes: int, memory: int, is_gpu: bool) -> int:
     return max(1, min(rows - FEWEST_KEPT, max(many)))
 
 
+def _row_bytes(config: Config, model: ModelConfig, device: Device) -> int:
+    """Bytes of a sequence's states in all layers, on one rank."""
+    item = device.resolve_dtype(config.dtype, model.dtype).itemsize
+    states = [spec.state for spec in map(model.spec, range(model.num_layers)) if spec.state is not None]
+    return sum(state.row_bytes(item) for state in states) // config.tensor_parallel_size
+
+
+def pool_bytes(config: Config, model: ModelConfig, device: Device) -> int:
+    """The memory of all states on one rank; 0 for a model without."""
+    row_bytes = _row_bytes(config, model, device)
+    return num_rows(most_seqs(config, model, device)) * row_bytes if row_bytes else 0
+
+
 def most_seqs(config: Config, model: ModelConfig, device: Device) -> int:
     """`max_num_seqs`, or less if the states of so many sequences take more than their share.
 
@@ -93,9 +106,7 @@ def most_seqs(config: Config, model: ModelConfig, device: Device) -> int:
             "deterministic=True is not supported for a model with Gated DeltaNet layers, whose states of "
             "prompts and of drawn tokens come from kernels with other roundings; leave it out"
         )
-    item = device.resolve_dtype(config.dtype, model.dtype).itemsize
-    states = [spec.state for spec in map(model.spec, range(model.num_layers)) if spec.state is not None]
-    row_bytes = sum(state.row_bytes(item) for state in states) // config.tensor_parallel_size
+    row_bytes = _row_bytes(config, model, device)
     asked, most = config.max_num_seqs, most_sequences(row_bytes, device.memory()[1], device.is_cuda)
     if most < asked and asked != Config.max_num_seqs:  # the default is no wish
         logger.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from tiny_models import (
 )
 
 from nanovllm import SamplingParams
+from nanovllm.config import Config
+from nanovllm.device import Device
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.registry import load_model_config
-from nanovllm.states.spec import StateSpec, most_sequences, num_kept, num_rows
+from nanovllm.states.spec import StateSpec, most_sequences, num_kept, num_rows, pool_bytes
 from tools.write_fp8 import write_fp8
 
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -252,3 +255,15 @@ def test_blocks_that_hold_several_heads(tmp_path: Path) -> None:
         (ValueError, ModelLoadError), match=r"q_proj\S* its blocks hold rows of several heads"
     ):
         write_fp8(plain, tmp_path / "fp8", "block")
+
+
+def test_what_doctor_counts(tmp_path: Path) -> None:
+    """States of all sequences and kept rows, on each rank its share; nothing for a model without."""
+    folder = write_tiny_model(tmp_path / "hybrid", "qwen3_5")
+    model, device = load_model_config(folder), Device("cpu")
+    options = Config("m", max_num_seqs=5, dtype="float32")
+    assert pool_bytes(options, model, device) == 3 * num_rows(5) * StateSpec(2, 6, 16, 32, 4).row_bytes(4)
+    halves = replace(options, tensor_parallel_size=2)
+    assert pool_bytes(halves, model, device) == pool_bytes(options, model, device) // 2
+    plain = load_model_config(write_tiny_model(tmp_path / "plain", "qwen3"))
+    assert pool_bytes(options, plain, device) == 0
