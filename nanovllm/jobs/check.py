@@ -21,7 +21,7 @@ import xxhash
 
 from nanovllm.attention.backends import BACKENDS
 from nanovllm.checks import BadRow, attempt
-from nanovllm.config import Config, versions
+from nanovllm.config import Config
 from nanovllm.cpu import isa
 from nanovllm.device import Device
 from nanovllm.engine.startup import (
@@ -34,6 +34,7 @@ from nanovllm.engine.startup import (
 )
 from nanovllm.jobs.errors import ANSWERED, ERROR_ROWS, REFUSED, JobRefusedError, caught_signals, refusing
 from nanovllm.jobs.job import engine_options, find_files, make_format, open_job
+from nanovllm.jobs.journal import versions
 from nanovllm.jobs.progress import Display
 from nanovllm.jobs.runner import portions
 from nanovllm.jobs.sources import Input, SourceRow, Values

@@ -8,7 +8,6 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.answers import RequestOutput
@@ -27,6 +26,7 @@ from nanovllm.stats.calls import StatsCalls
 from nanovllm.streams.calls import StreamCalls
 from nanovllm.streams.reader import PromptReader
 from nanovllm.text.prompts import Prompt, parse_prompts
+from nanovllm.vllm.engine_args import takes_options
 from nanovllm.vllm.metrics import engine_metrics
 from nanovllm.vllm.queue import QueueCalls
 
@@ -40,7 +40,8 @@ _Engine = TypeVar("_Engine", bound="VLLMCalls")
 class VLLMCalls(QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
     """An engine with vLLM's further calls."""
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+    @takes_options
+    def __init__(self, model: Any = None, **options: Any) -> None:
         super().__init__(model, **options)
         self._own_ids: dict[str, str] = {}  # by the engine's request id: the id that the caller gave
 
