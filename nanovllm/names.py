@@ -97,10 +97,10 @@ def takes_others(cls: type[T]) -> type[T]:
     @wraps(cls.__init__)
     def __init__(self: Any, *positional: object, **values: object) -> None:
         if positional:
-            names = [each.name for each in fields(cls)][: len(positional)]  # type: ignore[arg-type]
+            first = fields(cls)[0].name  # type: ignore[arg-type]
             raise TypeError(
                 f"{cls.__name__}() takes keyword arguments only, not {show(positional)}: their order differs "
-                f"from engine to engine. Write {cls.__name__}({', '.join(f'{name}=...' for name in names)})"
+                f"from engine to engine. Write their names, as in {cls.__name__}({first}=...)"
             )
         refuse_unknown(cls.__name__, {name: values[name] for name in values if name not in known}, known)
         vars(self).update({name: values.get(name, each.default) for name, each in known.items()})

@@ -36,7 +36,7 @@ from nanovllm.jobs.job import engine_fields
 from nanovllm.jobs.main import EPILOG, parse_args
 from nanovllm.jobs.packed import MAX_RATIO, MAX_UNPACKED_FREELY
 from nanovllm.jobs.params import row_seed
-from nanovllm.jobs.parquet_pages import MAX_UNPACKED
+from nanovllm.jobs.parquet import MAX_UNPACKED
 from nanovllm.jobs.sources import MAX_NESTING, MAX_ROW_BYTES
 from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import MAX_N, SamplingParams

@@ -13,6 +13,7 @@ import pytest
 from jobs import FakeLLM, no_model, read_rows, run, watched, write_rows
 
 from nanovllm.jobs import main as program
+from nanovllm.jobs import parquet
 from nanovllm.jobs.parquet import import_pyarrow
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -20,13 +21,13 @@ from nanovllm.sampling_params import SamplingParams
 
 def write_damaged_parquet(path: Path) -> Path:
     """1,500 rows in three row groups; the second page of prompts in row group 1 is damaged."""
-    parquet = import_pyarrow().parquet
+    pyarrow = import_pyarrow()
     rows = [{"id": index, "prompt": f"prompt {index}"} for index in range(1500)]
-    table = import_pyarrow().Table.from_pylist(rows)
+    table = pyarrow.Table.from_pylist(rows)
     options = {"row_group_size": 500, "use_dictionary": False, "compression": "none"}
-    parquet.write_table(table, path, data_page_size=2048, write_batch_size=50, **options)
+    pyarrow.parquet.write_table(table, path, data_page_size=2048, write_batch_size=50, **options)
     content = bytearray(path.read_bytes())
-    column = parquet.ParquetFile(path).metadata.row_group(1).column(1)
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(1)
     start = column.data_page_offset + 5000
     content[start : start + 1000] = b"\xff" * 1000
     path.write_bytes(content)
@@ -53,12 +54,14 @@ def test_a_damaged_row_group_costs_its_rows_only(tmp_path: Path, capsys: pytest.
 def test_a_disk_that_fails_is_no_damaged_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*args: Any, **options: Any) -> Any:
-        raise OSError(5, "Input/output error")
-
+    fail = """
+import pyarrow.parquet
+def fail(*args, **options): raise OSError(5, "Input/output error")
+pyarrow.parquet.ParquetFile.iter_batches = fail
+"""
     source, out = write_damaged_parquet(tmp_path / "in.parquet"), tmp_path / "out.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr(import_pyarrow().parquet.ParquetFile, "iter_batches", fail)
+        patch.setattr(parquet, "_START", parquet._START.replace("runpy.run", fail + "runpy.run"))
         assert run(source, "-o", out) == 4
     assert "Input/output error; the same command resumes" in capsys.readouterr().err
     assert read_rows(out) == []
