@@ -60,8 +60,8 @@ class ParsingProcessor(Processor):
         budget, constraint = request.params.thinking_token_budget, request.constraint
         if budget is None and constraint is None:
             return request
-        asked = budget is not None, constraint is not None
-        rules = thinking_rules(family, self.parsers.vocabulary, request.prompt_token_ids, *asked)
+        vocabulary, ids = self.parsers.vocabulary, request.prompt_token_ids
+        rules = thinking_rules(family, vocabulary, ids, budget is not None, constraint is not None)
         return replace(request, thinking=rules)
 
     def stop_strings(self, request: Request, always: bool = False) -> Any:

@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.answers import RequestOutput
@@ -26,7 +27,6 @@ from nanovllm.stats.calls import StatsCalls
 from nanovllm.streams.calls import StreamCalls
 from nanovllm.streams.reader import PromptReader
 from nanovllm.text.prompts import Prompt, parse_prompts
-from nanovllm.vllm.engine_args import takes_options
 from nanovllm.vllm.metrics import engine_metrics
 from nanovllm.vllm.queue import QueueCalls
 
@@ -40,10 +40,10 @@ _Engine = TypeVar("_Engine", bound="VLLMCalls")
 class VLLMCalls(QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
     """An engine with vLLM's further calls."""
 
-    @takes_options
-    def __init__(self, model: Any = None, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._own_ids: dict[str, str] = {}  # by the engine's request id: the id that the caller gave
+    @cached_property
+    def _own_ids(self) -> dict[str, str]:
+        """By the engine's request id: the id that the caller gave."""
+        return {}
 
     @classmethod
     def from_engine_args(cls: type[_Engine], engine_args: Any, **others: Any) -> _Engine:
