@@ -23,9 +23,11 @@ _CACHE_SIZE = 16  # lists of stop strings
 class ParsingProcessor(Processor):
     """Separates answers into thinking, text and tool calls."""
 
-    def __init__(self, config: Config, *values: Any) -> None:
-        """values: of `Processor`. ValueError as of `AnswerParsers`, and without a tokenizer."""
-        super().__init__(*values)
+    def __init__(
+        self, config: Config, tokenizer: Any, vocab_size: int, ends: Sequence[int], max_logprobs: int
+    ) -> None:
+        """As `Processor`. ValueError as of `AnswerParsers`, and without a tokenizer."""
+        super().__init__(tokenizer, vocab_size, ends, max_logprobs)
         self._names = config.reasoning_parser, config.tool_parser
         self._searches = lru_cache(_CACHE_SIZE)(StopSearch)
         self._parsers: AnswerParsers | None = None

@@ -40,6 +40,7 @@ _SHORT = {
     "compilation_config": "-cc",
 }
 _OWN = {each.name: None if each.default is MISSING else each.default for each in fields(Config)}
+_TOLD = {each.name: each.metadata["option"].text.replace("%", "%%") for each in fields(Config)[1:]}
 _SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
 _UNITS = {
     unit: base**power
@@ -98,7 +99,9 @@ class EngineArgs(KnownFields):
             flag = "--" + name.replace("_", "-")
             flags = [flag, *([_SHORT[name]] if name in _SHORT else [])]
             options: dict[str, Any] = {"dest": name, "default": default}
-            options["help"] = f"(default: {default})" if name in _OWN else argparse.SUPPRESS
+            options["help"] = (
+                f"{_TOLD.get(name, '')} (default: {default})" if name in _OWN else argparse.SUPPRESS
+            )
             if isinstance(default, bool):
                 options["action"] = "store_true"
             elif name == "async_scheduling" or (name in ENGINE and ENGINE[name].neutral is None):

@@ -68,6 +68,25 @@ pyarrow.parquet.ParquetFile.iter_batches = fail
     assert run(source, "-o", out) == 1
 
 
+def test_a_process_that_dies_costs_a_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows before it, and other row groups, are answered."""
+    source, out = write_damaged_parquet(tmp_path / "in.parquet"), tmp_path / "out.jsonl"
+    fail = """
+import os, pyarrow.parquet
+plain = pyarrow.parquet.ParquetFile.iter_batches
+def dies(self, size, row_groups, **options):
+    for batch in plain(self, size, row_groups=row_groups, **options):
+        yield batch
+        if row_groups == [1]: os.abort()
+pyarrow.parquet.ParquetFile.iter_batches = dies
+"""
+    monkeypatch.setattr(parquet, "_START", parquet._START.replace("runpy.run", fail + "runpy.run"))
+    assert run(source, "-o", out) == 1
+    errors = {row["index"]: row["error"] for row in read_rows(out) if row["error"] is not None}
+    assert errors.keys() == set(range(500 + 256, 1000))
+    assert "its rows 757 to 1000 cannot be read (pyarrow ends its process at them)" in errors[999]
+
+
 def test_one_row_is_no_plural(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = write_rows(tmp_path / "in.jsonl", [{"id": "a", "prompt": ""}]), tmp_path / "out.jsonl"
     assert run(source, "-o", out, "--max-errors", 0) == 3
