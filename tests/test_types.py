@@ -110,6 +110,12 @@ def test_signatures_show_the_names(made: type, of: type[Any]) -> None:
         assert {parameters[name].kind for name in names} == {inspect.Parameter.KEYWORD_ONLY}
 
 
+def test_the_help_of_llm_has_its_options() -> None:
+    assert f"\nseed: {Config.__dataclass_fields__['seed'].metadata['option'].text}\n" in str(
+        LLM.__init__.__doc__
+    )
+
+
 def test_at_run_time_vllms_neutral_arguments_are_taken() -> None:
     assert SamplingParams(best_of=None) == SamplingParams()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="'max_tokns'; did you mean 'max_tokens'"):

@@ -60,6 +60,7 @@ def _with_parameters(
             for each in signature(of).parameters.values()
         ]
         owner = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+        init.__doc__ = init.__doc__ or of.__doc__
         init.__signature__ = Signature([owner, *parameters])  # type: ignore[attr-defined]
         return init
 
