@@ -164,6 +164,7 @@ PROGRESS = {"shown": "stats.progress:ShownProgress"}
 STREAMS = {"parts": "streams.parts:Parts"}
 # What is known of other libraries: their arguments by call, and what to write instead of one of their names.
 OTHER_NAMES = {"arguments": "vllm.arguments:ARGUMENTS", "elsewhere": "vllm.arguments:elsewhere"}
+OTHER_NAMES["options"] = "vllm.engine_args:our_options"
 # What a request may ask for besides tokens by temperature, filters and penalties.
 EXTRAS = {
     "embedding": "extras.embedding:read_embedding_defaults",  # as a model's files state them

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Protocol
+from dataclasses import Field, fields
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+from nanovllm.checks import show
 from nanovllm.doors import OTHER_NAMES, Table
 
+T = TypeVar("T")
 _OTHERS: Table[Any] = Table(OTHER_NAMES)
 
 
@@ -77,10 +81,33 @@ def refuse_unknown(
 class KnownFields:
     """Base of dataclasses whose errors of an unknown argument say what to write."""
 
-    def __new__(cls, *positional: object, **values: object) -> Any:
-        known: Iterable[str] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *positional: object, **values: object) -> Any:
+            known = cls.__dataclass_fields__
+            refuse_unknown(cls.__name__, {name: values[name] for name in values if name not in known}, known)
+            return super().__new__(cls)
+
+
+def takes_others(cls: type[T]) -> type[T]:
+    """Decorates a dataclass of keyword arguments: its constructor takes those of other libraries too, with
+    their neutral values, and its errors of an unknown argument say what to write."""
+    known: Mapping[str, Field[Any]] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+
+    @wraps(cls.__init__)
+    def __init__(self: Any, *positional: object, **values: object) -> None:
+        if positional:
+            first = fields(cls)[0].name  # type: ignore[arg-type]
+            raise TypeError(
+                f"{cls.__name__}() takes keyword arguments only, not {show(positional)}: their order differs "
+                f"from engine to engine. Write their names, as in {cls.__name__}({first}=...)"
+            )
         refuse_unknown(cls.__name__, {name: values[name] for name in values if name not in known}, known)
-        return super().__new__(cls)
+        vars(self).update({name: values.get(name, each.default) for name, each in known.items()})
+        self.__post_init__()
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
 
 
 class FieldsOfOthers:

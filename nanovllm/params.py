@@ -13,7 +13,7 @@ import numpy as np
 from nanovllm.batch import PENALTIES, SAMPLING_PARAMETERS
 from nanovllm.checks import check_bool, check_float, check_int, check_texts, check_token_ids, show, wrong
 from nanovllm.doors import EXTRAS, Table
-from nanovllm.names import FieldsOfOthers, refuse_unknown
+from nanovllm.names import FieldsOfOthers, takes_others
 
 SEED_LIMIT = 2**63
 MAX_N = 16_384  # vLLM's
@@ -35,7 +35,8 @@ class Default(int):
 MAX_TOKENS = Default(64)
 
 
-@dataclass(init=False)
+@takes_others
+@dataclass(kw_only=True)
 class SamplingParams(FieldsOfOthers):
     """The sampling parameters of one request. All are keyword arguments; a request keeps its own copy.
 
@@ -105,16 +106,7 @@ class SamplingParams(FieldsOfOthers):
     structured_outputs: Any = None  # StructuredOutputsParams
     thinking_token_budget: int | None = None
 
-    def __init__(self, *positional: object, **values: Any) -> None:
-        names = self.__dataclass_fields__
-        if positional:
-            raise TypeError(
-                f"SamplingParams() takes keyword arguments only, not {show(positional)}: their order "
-                "differs from engine to engine. Write SamplingParams(temperature=..., max_tokens=...)"
-            )
-        absent = {name: value for name, value in values.items() if name not in names}
-        refuse_unknown("SamplingParams", absent, names)
-        vars(self).update({name: values.get(name, field.default) for name, field in names.items()})
+    def __post_init__(self) -> None:
         vars(self).update(self._checked())
 
     @classmethod

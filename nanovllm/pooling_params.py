@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from nanovllm.checks import check_bool, check_int
-from nanovllm.names import refuse_unknown
+from nanovllm.names import takes_others
 
 
-@dataclass(init=False)
+@takes_others
+@dataclass(kw_only=True)
 class PoolingParams:
     """What becomes of a prompt's hidden state. All fields are keyword arguments.
 
@@ -17,26 +18,18 @@ class PoolingParams:
     trained for it (Matryoshka) give good embeddings then.
     use_activation: scale the embedding to Euclidean length 1, after `dimensions`; None takes `normalize` of
     `LLM.embed`. normalize: the same, in older versions of vLLM.
-    others: vLLM's further fields, with neutral values.
-
-    TypeError or ValueError for anything else.
+    vLLM's further fields accept their neutral values. TypeError or ValueError for anything else.
     """
 
     dimensions: int | None = None
     use_activation: bool | None = None
     normalize: bool | None = None
 
-    def __init__(
-        self,
-        *,
-        dimensions: int | None = None,
-        use_activation: bool | None = None,
-        normalize: bool | None = None,
-        **others: object,
-    ) -> None:
-        refuse_unknown("PoolingParams", others, [field.name for field in fields(self)])
-        if dimensions is not None:
-            dimensions = check_int("dimensions", dimensions, 1, "None or an integer of at least 1")
+    def __post_init__(self) -> None:
+        if self.dimensions is not None:
+            expected = "None or an integer of at least 1"
+            self.dimensions = check_int("dimensions", self.dimensions, 1, expected)
+        use_activation, normalize = self.use_activation, self.normalize
         for name, value in (("use_activation", use_activation), ("normalize", normalize)):
             if value is not None:
                 check_bool(name, value)
@@ -45,7 +38,6 @@ class PoolingParams:
                 f"use_activation={use_activation} and normalize={normalize} are one parameter; "
                 "pass one of them"
             )
-        self.dimensions, self.use_activation, self.normalize = dimensions, use_activation, normalize
 
     def normalizes(self, default: bool) -> bool:
         """Whether the embedding is scaled to length 1."""

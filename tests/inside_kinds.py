@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from nanovllm.cpu import ahead
 from nanovllm.cuda_graphs import prefill
 from nanovllm.formats.fp8.loading import Part
 from nanovllm.formats.int4.method import Int4LinearMethod
+from nanovllm.jobs import parquet
 from nanovllm.kernels import activation
 from nanovllm.layers import weights
 from nanovllm.parallel.kernels import all_reduce
@@ -65,3 +67,38 @@ def waits_for_shards(method: Int4LinearMethod, format: Any) -> None:
 def own_memory_in_pieces(patch: pytest.MonkeyPatch) -> None:
     """Let pieces of prefill steps keep what they hand on, where memory has no pool."""
     patch.setattr(prefill, "_not_owned", lambda x: x)
+
+
+# -- kernels that are compiled at a start -------------------------------------------------------------------
+
+
+def kernel_asked(kernel: Any, variant: tuple[object, ...]) -> tuple[Any, ...]:
+    """How a start asks for what a launch of this variant needs."""
+    from nanovllm.cpu.kernels import launch
+
+    return launch._entry, kernel._make, *variant
+
+
+def compile_ahead(kernels: list[tuple[Any, ...]]) -> None:
+    ahead._compile(kernels)
+
+
+def note_compiled(patch: pytest.MonkeyPatch, note: Any) -> None:
+    """Give `note` the kernels that a start would compile."""
+    patch.setattr(ahead, "_compile", note)
+
+
+def compile_by(patch: pytest.MonkeyPatch, code: str) -> None:
+    """Let the processes that compile run this code."""
+    patch.setattr(ahead, "_CHILD", code)
+
+
+def nothing_was_said(patch: pytest.MonkeyPatch) -> None:
+    from nanovllm.cpu.kernels import native
+
+    patch.setattr(native, "_said", [])
+
+
+def begin_reading_parquet_by(patch: pytest.MonkeyPatch, code: str) -> None:
+    """Let the process that reads Parquet files run this code first."""
+    patch.setattr(parquet, "_START", parquet._START.replace("runpy.run", code + "runpy.run"))

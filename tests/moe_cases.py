@@ -25,7 +25,7 @@ from nanovllm.moe.kernels.routing import route_reference, route_triton
 from nanovllm.moe.kernels.tiles import Chosen, ExpertTiles, max_tiles
 
 SWAPPED = ExpertChoice(16, ExpertTile(64, 64, 2, swap=True), ExpertTile(64, 32, 3, swap=True))
-PERSISTENT = ExpertChoice(64, ExpertTile(32, 32, 2, 8, False, True), ExpertTile(64, 64, 2, 8, False, True))
+WIDE = ExpertChoice(64, ExpertTile(32, 32, 2, 8), ExpertTile(64, 64, 2, 8))
 
 
 class Sizes(NamedTuple):

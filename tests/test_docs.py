@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import inside
 import pytest
 import torch
+from options_table import shown, with_table
 from test_architecture import DOORS, FLOORS
 from tiny_models import write_tiny_model
 
@@ -35,7 +36,7 @@ from nanovllm.jobs.job import engine_fields
 from nanovllm.jobs.main import EPILOG, parse_args
 from nanovllm.jobs.packed import MAX_RATIO, MAX_UNPACKED_FREELY
 from nanovllm.jobs.params import row_seed
-from nanovllm.jobs.parquet_pages import MAX_UNPACKED
+from nanovllm.jobs.parquet import MAX_UNPACKED
 from nanovllm.jobs.sources import MAX_NESTING, MAX_ROW_BYTES
 from nanovllm.models.registry import load_model_config
 from nanovllm.sampling_params import MAX_N, SamplingParams
@@ -83,14 +84,19 @@ def links(text: str) -> Iterator[str]:
     return (match[1] for match in re.finditer(r"\]\(([^)]*)\)", text))
 
 
-def shown(default: object) -> str:
-    return f'`"{default}"`' if isinstance(default, str) else f"`{default}`"
-
-
 @pytest.mark.parametrize("heading", FIELDS)
 def test_every_option_is_in_its_table_with_its_default(heading: str) -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (`[^|]+`) \|", section(OPTIONS, heading), re.M))
     assert rows == {name: shown(default) for name, default in FIELDS[heading].items()}
+
+
+def test_the_table_of_options_is_written_from_them() -> None:
+    """`python -m tools.options_table` writes it."""
+    assert with_table(OPTIONS) == OPTIONS
+    assert with_table(OPTIONS.replace("| `seed` | `0` |", "| `seed` | `1` |")) == OPTIONS
+    help_of_config = inspect.getdoc(Config) or ""
+    assert re.findall(r"^(\w+): ", help_of_config, re.M) == list(FIELDS["`LLM(model, ...)`"])
+    assert "](#" not in help_of_config
 
 
 def test_every_sampling_parameter_is_explained() -> None:
@@ -299,13 +305,13 @@ def test_exit_codes_of_jobs_are_those_of_the_code() -> None:
 @pytest.mark.parametrize("command", ["run", "check"])
 def test_the_help_speaks_of_a_command_line(command: str) -> None:
     """Whole sentences, and no value that only Python has."""
-    text = " ".join(help_of(command, "--help-options").split())
+    text = " ".join(help_of(command, "--help-options").split()).replace("- ", "-")
     assert "None" not in text and "torch." not in text and "transformers tokenizer" not in text
-    assert 'parameters that neither a row nor --sampling gives: "auto" (the model\'s)' in text
     assert "each on its own --tensor-parallel-size devices" in text and "it replaces --gpu-mem" in text
     assert 'config.json, such as {"rope_theta": 1000000}.' in text
     assert not set(FIELDS["`LLM(model, ...)`"]) & set(re.findall(r"\w+_\w+(?!\w|\.json)", text))
     options = text.partition("options of LLM (")[2].partition("exit codes:")[0]
+    assert "](#" not in options and "`" not in options
     about = re.split(r"--[a-z][\w-]+(?: VALUE|, --no-[\w-]+) ", options)[1:]
     assert len(about) >= 30
     for each in about:

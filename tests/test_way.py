@@ -43,6 +43,11 @@ def test_the_afternoon_of_the_readme_is_that_of_a_prompt(way: Way) -> None:
     assert abs(int(found[2].replace(",", "")) - measured["the way: lines"]) <= 100
 
 
+def test_calls_that_do_not_name_their_arguments_only_fall(way: Way) -> None:
+    measured = measures(way)
+    assert measured["calls with *name"] <= 30 and measured["calls with **name"] <= 24
+
+
 def test_code_is_what_is_no_comment() -> None:
     text = (
         '"""Doc."""\n\nimport os  # here\n\n\ndef f():\n    """Doc."""\n    # why\n    return (\n        1\n'

@@ -68,27 +68,21 @@ DECODE_TILES = [
         (32, 128, 64, 4, 4, True),
         (32, 128, 64, 4, 8, True),
         (32, 128, 128, 3, 8, True),
-        (16, 64, 128, 5, 4, True, True),
-        (32, 64, 128, 5, 4, True, True),
-        (32, 128, 64, 5, 4, True, True),
         (64, 64, 64, 5, 4, False),
         (64, 128, 64, 4, 4, False),
     )
 ]
 PREFILL_TILES = [
-    (rows, ExpertTile(columns, k, stages, warps, False, persistent))
-    for rows, columns, k, stages, warps, persistent in (
-        (64, 128, 64, 4, 4, False),
-        (128, 64, 64, 5, 4, False),
-        (128, 64, 64, 4, 8, False),
-        (128, 128, 64, 4, 8, False),
-        (128, 128, 64, 4, 8, True),
-        (128, 128, 64, 3, 8, True),
-        (128, 256, 64, 4, 8, False),
-        (128, 256, 64, 4, 8, True),
+    (rows, ExpertTile(*tile))
+    for rows, *tile in (
+        (64, 128, 64, 4, 4),
+        (128, 64, 64, 5, 4),
+        (128, 64, 64, 4, 8),
+        (128, 128, 64, 4, 8),
+        (128, 256, 64, 4, 8),
     )
 ]
-CHECKED = [DECODE_TILES[2], DECODE_TILES[6], DECODE_TILES[10], PREFILL_TILES[1], PREFILL_TILES[4]]
+CHECKED = [DECODE_TILES[2], DECODE_TILES[6], DECODE_TILES[10], PREFILL_TILES[1], PREFILL_TILES[3]]
 ODD = [Shape("odd", 64, 40, 10, 3), Shape("small", 256, 96, 128, 8), Shape("two", 128, 72, 8, 2)]
 GEMV = [GemvChoice(*each) for each in product((4096, 8192), (2048, 4096), (4,), (4, 8))]
 

@@ -9,16 +9,43 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanovllm.formats.mxfp4.kernels.values import dequantise_mxfp4, quantise_mxfp4
+from nanovllm.formats.mxfp4.kernels.values import (
+    BYTES,
+    GROUP,
+    MAGNITUDES,
+    SCALE_BIAS,
+    VALUES,
+    dequantise_mxfp4,
+)
 
 WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")  # the ends of names
 SKIPPED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 Tensors = dict[str, torch.Tensor]
+
+
+def quantise_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks and scales of values [..., K]; K is a multiple of 32.
+
+    A group's scale is the power of two with which its largest value is at most 6, and not below 3 (as the
+    specification's, but nothing is clamped). Each value becomes the nearest one, ties go to the even code.
+    """
+    groups = values.float().unflatten(-1, (-1, GROUP))
+    largest = groups.abs().amax(-1).clamp(min=2.0**-120)
+    exponents = torch.ceil(torch.log2(largest / VALUES[7]))
+    exponents += (largest > VALUES[7] * torch.exp2(exponents)).float()  # if the logarithm was rounded down
+    scaled = (groups / torch.exp2(exponents)[..., None]).contiguous()
+    middles = [(a + b) / 2 for a, b in pairwise(MAGNITUDES)]
+    edges = torch.tensor(middles, device=values.device)
+    below, above = (torch.bucketize(scaled.abs(), edges, right=right) for right in (False, True))
+    codes = torch.where(below % 2 == 0, below, above) + 8 * (scaled.signbit())
+    low, high = codes.to(torch.uint8).unflatten(-1, (BYTES, 2)).unbind(-1)
+    return low | high << 4, (exponents + SCALE_BIAS).to(torch.uint8)
 
 
 def write_mxfp4(source: Path, target: Path) -> Path:

@@ -109,8 +109,13 @@ def _compile(kernels: list[_Kernel]) -> None:
 def _feed(queue: SimpleQueue[_Kernel], done: Callable[[], object]) -> None:
     """Have a process compile what is in the queue. If it ends early, the rest compiles on first use."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, "-c", _CHILD], env=environment, **pipes) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", _CHILD],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as child:
         assert child.stdin is not None and child.stdout is not None
         try:
             with suppress(Empty, BrokenPipeError):

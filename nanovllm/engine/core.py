@@ -44,8 +44,8 @@ class Core:
         self._device = device = Device(config.device)
         usable = usable_length(config, model.model_config, device, model.max_model_len)
         own = replace(config, tokenizer=None, hf_token=None)  # no rank needs them
-        place = 0, config.tensor_parallel_size, config.device
-        setup = RankSetup(*place, own, model.model_config, model.path, usable, self.runner_class)
+        size, kind = config.tensor_parallel_size, self.runner_class
+        setup = RankSetup(0, size, config.device, own, model.model_config, model.path, usable, kind)
         self.ranks = start_ranks(setup, on_progress)
         self.runner = runner = self.ranks.runner
         if not device.is_cuda:

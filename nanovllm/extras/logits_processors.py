@@ -38,8 +38,10 @@ def call_processor(
     It takes (output ids, logits), or (prompt ids, output ids, logits) if it has three parameters, as in vLLM.
     Raises TypeError or ValueError if it does not return a tensor of the same shape.
     """
-    ids = [prompt_ids, output_ids] if takes_prompt(function) else [output_ids]
-    made = function(*ids, logits)
+    if takes_prompt(function):
+        made = function(prompt_ids, output_ids, logits)
+    else:
+        made = function(output_ids, logits)
     if not isinstance(made, type(logits)):
         raise TypeError(f"the logits processor {function!r} must return a tensor, not {made!r}")
     if made.shape != logits.shape:

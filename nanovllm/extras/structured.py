@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import random
-import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,18 +23,6 @@ if TYPE_CHECKING:
 
 CACHE_SIZE = 1024  # cached grammars, a few hundred kilobytes each
 COPIES, ORIGINALS = 32, 8  # consecutive copies of one original matcher; number of originals
-# Lark: where a rule begins, lines that belong to none, and the parts of a rule.
-_RULE = re.compile(r"^[ \t]*[!?]?([A-Za-z_][\w-]*)(?:\.-?\d+)?[ \t]*(?:\[[^\]\n]*\])?[ \t]*:", re.M)
-_DIRECTIVE = re.compile(r"^[ \t]*%(?:import|ignore|declare|override|extend|llguidance)\b[^\n]*", re.M)
-_PART = re.compile(
-    r"""(?P<nothing>\s+|(?://|\#)[^\n]*|->\s*\w+|\.\.\s*"(?:\\.|[^"\\\n])*")
-    |(?P<text>"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|<[^>\n]*>|@[\w-]+)
-    |(?P<json>%(?:json|regex)\s*)|(?P<rule>[A-Za-z_][\w-]*)|(?P<bar>[|()\[\]])
-    |(?P<optional>[?*]|~\s*0(?:\s*\.\.\s*\d+)?(?!\d)|\{\s*0?\s*,\s*\d*\s*\}|\{\s*0\s*\})
-    |(?P<often>\+|~\s*\d+(?:\s*\.\.\s*\d+)?|\{[\d,\s]+\})""",
-    re.X,
-)
-_MAX_PASSES = 100  # over the rules of a grammar
 _TRIED_TOKENS = 8  # of a text that tries a constraint
 
 
@@ -134,13 +121,8 @@ class GrammarCompiler:
             raise ValueError(f"{name}: {first.get_error().strip()}")
         if probe.is_error():
             raise ValueError(f"{name}: no text satisfies {text}, for no token may come first")
-        if params.regex is not None or (params.grammar and self._endless_rule(params.grammar) is None):
+        if params.regex is not None or params.grammar is not None:
             self._try(first, f"{name}: {text}")
-        if params.grammar is not None and (rule := self._endless_rule(params.grammar)) is not None:
-            raise ValueError(
-                f"grammar: no text satisfies {text}, for the rule {rule!r} never ends; give it an "
-                "alternative without itself"
-            )
         for warning in first.get_grammar_warnings():
             warn_once(f"{name}: {warning}")
         return Constraint(first, make, self._executor)
@@ -219,8 +201,8 @@ class GrammarCompiler:
             if here.is_error() or (not len(may) and not here.is_stopped()):
                 why = here.get_error().split("\n")[0] if here.is_error() else "NoExtension"
                 why = "no token may follow" if "NoExtension" in why else f"llguidance fails: {why}"
-                shown = text.decode("utf-8", "replace")
-                raise ValueError(f"{named} cannot be followed after {shown!r}: {why}; make it simpler")
+                shown = show(text.decode("utf-8", "replace"))
+                raise ValueError(f"{named} cannot be followed after {shown}: {why}; make it simpler")
             may = may[may != self._tokens.eos_token]
             if not len(may):
                 return
@@ -236,12 +218,6 @@ class GrammarCompiler:
             return str(any_to_lark(grammar))
         except Exception as error:  # it raises plain Exceptions
             raise ValueError(f"Failed to convert the grammar from GBNF to Lark: {error}") from None
-
-    def _endless_rule(self, grammar: str) -> str | None:
-        """As `endless_rule`, with the name that the rule has in the grammar."""
-        lark = self._lark(grammar)
-        rule = endless_rule(lark)
-        return "root" if rule == "start" and lark != grammar else rule
 
     def _tagged(self, tag: dict[str, Any], options: dict[str, Any]) -> str:
         """Free text, in which a structure that begins with a trigger follows the trigger.
@@ -267,96 +243,3 @@ def _allowed(matcher: LLMatcher) -> np.ndarray:
     """The tokens that may follow."""
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
     return np.flatnonzero(bits)
-
-
-# -- grammars without an end --------------------------------------------------------------------------------
-
-# A part of a rule: the name of a rule, alternatives, or None for a text. All parts of an alternative follow.
-_Part: TypeAlias = "str | list[list[_Part]] | None"
-
-
-def endless_rule(lark: str) -> str | None:
-    """Return a rule for which no text ends, because the rule always needs itself again; `start` needs it.
-
-    None if there is none, or if the grammar has syntax that is not read here. The least fixed point of "has a
-    text". Terminals have one, for llguidance refuses recursive ones.
-    """
-    _, *found = _RULE.split(_DIRECTIVE.sub("", lark))
-    try:
-        rules = {
-            name: _alternatives(_parts(body))
-            for name, body in zip(found[::2], found[1::2], strict=True)
-            if not name.lstrip("_")[:1].isupper()
-        }
-    except (IndexError, ValueError):
-        return None
-    for turn in range(_MAX_PASSES):
-        num_before = len(rules)
-        for name in list(rules)[:: 1 if turn % 2 else -1]:
-            if _has_text(rules[name], rules):
-                del rules[name]
-        if "start" not in rules:
-            return None
-        if len(rules) == num_before:
-            name, seen = "start", set[str]()
-            while name not in seen:
-                seen.add(name)
-                name = next(each for each in _names(rules[name]) if each in rules)
-            return name
-    return None
-
-
-def _has_text(part: _Part, endless: Container[str]) -> bool:
-    """Whether a part has a text, if the rules `endless` have none."""
-    if isinstance(part, list):
-        return any(all(_has_text(each, endless) for each in parts) for parts in part)
-    return part not in endless
-
-
-def _names(part: _Part) -> Iterator[str]:
-    """The rules in a part."""
-    if isinstance(part, list):
-        for parts in part:
-            for each in parts:
-                yield from _names(each)
-    elif part is not None:
-        yield part
-
-
-def _parts(body: str) -> Iterator[tuple[str, str]]:
-    """The kind and text of each part of a rule. ValueError for syntax that is not read here."""
-    position = 0
-    while position < len(body):
-        match = _PART.match(body, position)
-        if match is None:
-            raise ValueError(body[position:])
-        position = match.end()
-        kind = str(match.lastgroup)
-        if kind == "json":
-            kind, (_, position) = "text", json.JSONDecoder().raw_decode(body, position)
-        if kind != "nothing":
-            yield kind, match.group()
-
-
-def _alternatives(parts: Iterator[tuple[str, str]], closing: str = "") -> list[list[_Part]]:
-    """Read alternatives up to their closing bracket."""
-    found: list[list[_Part]] = [[]]
-    for kind, text in parts:
-        if text == "(":
-            found[-1].append(_alternatives(parts, ")"))
-        elif text == "[":
-            _alternatives(parts, "]")
-            found[-1].append(None)  # optional
-        elif text == "|":
-            found.append([])
-        elif kind == "bar":
-            if text != closing:
-                raise ValueError(text)
-            return found
-        elif kind == "optional":
-            found[-1].pop()
-        elif kind != "often":
-            found[-1].append(text if kind == "rule" else None)
-    if closing:
-        raise ValueError(closing)
-    return found

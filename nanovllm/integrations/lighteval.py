@@ -104,8 +104,8 @@ class NanoVLLM(LightevalModel):
         pairs, responses = [], []
         for doc in docs:
             context = self.prompt_manager.prepare_prompt(doc)
-            encoded = self.tok_encode_pair(context, doc.choices, pairwise=self._pairwise)
-            rows = list(zip(*encoded, strict=True))
+            contexts, endings = self.tok_encode_pair(context, doc.choices, pairwise=self._pairwise)
+            rows = list(zip(contexts, endings, strict=True))
             pairs += rows
             prompt, choices = rows[0][0], [choice for _, choice in rows]
             responses.append(ModelResponse(input=context, input_tokens=prompt, output_tokens=choices))

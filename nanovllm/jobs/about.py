@@ -8,10 +8,10 @@ import platform
 import torch
 
 from nanovllm.attention.backends import BACKENDS
-from nanovllm.config import versions
 from nanovllm.cpu import isa
 from nanovllm.device import Device
 from nanovllm.jobs.errors import ANSWERED
+from nanovllm.jobs.journal import versions
 
 
 def version(args: argparse.Namespace) -> int:

@@ -21,10 +21,10 @@ from typing import Any
 
 import xxhash
 
-from nanovllm.config import Config, versions
+from nanovllm.config import Config
 from nanovllm.jobs.errors import JobRefusedError, refusing
 from nanovllm.jobs.formats import ENDINGS, check_can_write, endings, is_exported, open_source
-from nanovllm.jobs.journal import CHUNK, hash_file
+from nanovllm.jobs.journal import CHUNK, hash_file, versions
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.params import job_params
 from nanovllm.jobs.side_files import check_name, new_file, own_file

@@ -1,6 +1,7 @@
 """The journal: a small JSON file beside the output that describes the job; and the lock on both.
 
-Only the job that the journal describes can resume its output. Holds and counts no answers.
+Only the job that the journal describes can resume its output. Holds and counts no answers. `versions` names
+the packages that answers depend on, and imports none of them.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -201,3 +204,17 @@ def chunks(path: Path, size: int | None = None) -> Iterator[bytes]:
 def _now() -> str:
     """The time in UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+_PACKAGES = ("nanovllm", "torch", "transformers", "tokenizers", "triton", "numpy")
+
+
+def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
+    """The versions of Python, of the packages that answers depend on, and of the packages `more`, by name."""
+    found = {"python": platform.python_version()}
+    for name in (*_PACKAGES, *more):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

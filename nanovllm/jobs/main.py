@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import inspect
 import json
 import multiprocessing
 import os
@@ -19,13 +18,12 @@ import textwrap
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nanovllm import __version__
-from nanovllm.config import Config
+from nanovllm.config import Option, kind_of
 from nanovllm.jobs.errors import FAILED, READER_LEFT, REFUSED, JobRefusedError, Signals, caught_signals
 from nanovllm.jobs.formats import ENDINGS, SOURCES
 from nanovllm.jobs.job import engine_fields
@@ -38,11 +36,12 @@ from nanovllm.vllm.arguments import ENGINE, elsewhere
 _MODULES = {"run": "run", "check": "check", "version": "about", "doctor": "doctor"}  # of the commands
 # Python's words in texts about options, and those of a command line.
 _REWORDED = (
-    (r", or a (torch|transformers)[.\w ]*\w", ""),
-    (r"\bthe value None\b", "null"),
-    (r"(^|\. )None\b", r"\1The default"),
-    (r"\bNone\b", "the default"),
-    ("when `sampling_params` is not given", "that neither a row nor --sampling gives"),
+    (r", or a `?(torch|transformers)[.\w ]*\w`?", ""),
+    ("`None` as a value", "null as a value"),
+    (r"(^|\. )`None`", r"\1The default"),
+    (r"`(\w+)`", lambda match: _as_flag(match[1])),
+    ("`", ""),
+    ("%", "%%"),
 )
 _ENDING_NAMES = ", ".join(ENDINGS)
 EPILOG = """exit codes:
@@ -299,11 +298,10 @@ def _add_engine_arguments(parser: argparse.ArgumentParser, explained: bool) -> N
     brief = f"--help-options explains them, and docs/options.md.\n{names}"
     title = "options of LLM (docs/options.md)" if explained else "options of LLM"
     engine = parser.add_argument_group(title, None if explained else brief)
-    about = texts_of_options()
     for name, field in engine_fields().items():
-        kind = str(field.type).removesuffix(" | None")
+        kind = kind_of(field)
         shown = "" if field.default is None else f" (default: {field.default})"
-        text = about[name] + shown if explained else argparse.SUPPRESS
+        text = text_of(field.metadata["option"]) + shown if explained else argparse.SUPPRESS
         if kind == "bool":
             action = argparse.BooleanOptionalAction
             engine.add_argument(flags[name], default=argparse.SUPPRESS, help=text, action=action)
@@ -312,23 +310,17 @@ def _add_engine_arguments(parser: argparse.ArgumentParser, explained: bool) -> N
             engine.add_argument(flags[name], default=argparse.SUPPRESS, help=text, type=read, metavar="VALUE")
 
 
-def texts_of_options() -> dict[str, str]:
-    """What the docstring of Config says of each option, without values that a command line cannot pass."""
-    names = "|".join(field.name for field in fields(Config))
-    docstring = inspect.cleandoc(Config.__doc__ or "")  # Python 3.13 and later store it without its indent
-    found = re.findall(rf"^({names}): ((?:.|\n(?!(?:{names}): |\n))*)", docstring, re.M)
-    texts = {name: " ".join(text.split()).replace("%", "%%") for name, text in found}
-    for name, text in texts.items():
-        for pattern, replacement in _REWORDED:
-            text = re.sub(pattern, replacement, text)
-        texts[name] = re.sub(rf"`({names})`|(?<!\w)(\w+_\w+)(?!\w|\.json)", _as_flag, text)
-    return texts
+def text_of(option: Option) -> str:
+    """What is said of an option, without values that a command line cannot pass."""
+    text = option.text
+    for pattern, replacement in _REWORDED:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
-def _as_flag(match: re.Match[str]) -> str:
+def _as_flag(name: str) -> str:
     """The flag of an option that a text names."""
-    name = match[1] or match[2]
-    return "--" + name.replace("_", "-") if name in engine_fields() else match[0]
+    return "--" + name.replace("_", "-") if name in engine_fields() else name
 
 
 def _json_or_text(text: str) -> Any:

@@ -2,109 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import pickle
+import sys
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import islice, repeat
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, BinaryIO
 
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.output import COLUMNS, LISTS, NUMBERS, as_text
-from nanovllm.jobs.parquet_pages import MAX_UNPACKED, Footer, rows_at_once
 from nanovllm.jobs.sources import MAX_ROW_BYTES, Source, SourceRow, Values, too_long, unique_names
 
+MAX_UNPACKED = 2**30  # bytes of memory that the process may take to read
+
+_ROWS_AT_ONCE = 256  # to read, at most
 _WRITTEN_ROWS = 1024  # at once
+_START = """
+import pickle, runpy, sys
+sys.path[:], program, asked = pickle.load(sys.stdin.buffer)
+runpy.run_path(program)["read_file"](*asked)
+"""
 
 
 class ParquetSource(Source):
-    """A Parquet file."""
+    """A Parquet file. A process of its own reads it, see `jobs/parquet_reader.py`."""
 
     format = "parquet"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        pyarrow = import_pyarrow()
-        try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                Footer(path)
-                self.columns = unique_names(file.schema_arrow.names, path)
-                self.num_rows = file.metadata.num_rows
-        except (pyarrow.ArrowException, ValueError) as error:  # a name that is not UTF-8, for example
-            raise JobRefusedError(f"{path} is no Parquet file that can be read: {error}") from None
+        import_pyarrow()
+        with closing(_read(path, None)) as messages:
+            found = next(messages, ValueError("pyarrow ends its process at it"))
+        if isinstance(found, OSError):
+            raise found
+        if isinstance(found, ValueError):
+            raise JobRefusedError(f"{path} is no Parquet file that can be read: {found}")
+        names, self._groups = found
+        self.columns = unique_names(names, path)
+        self.num_rows = sum(self._groups)
 
     def rows(self) -> Iterator[SourceRow]:
-        index = end = 0
-        footer = Footer(self.path)
-        with import_pyarrow().parquet.ParquetFile(self.path, buffer_size=2**20) as file:
-            for group in range(file.num_row_groups):
-                end += file.metadata.row_group(group).num_rows
-                for values in self._values_in(file, footer, group, index, end):
-                    self.position = self.length * (index + 1) // (self.num_rows or 1)
-                    yield SourceRow(index, f"{self.name}: row {index + 1}", values)
-                    index += 1
+        with closing(self._values()) as found:
+            for index, values in enumerate(found):
+                self.position = self.length * (index + 1) // (self.num_rows or 1)
+                yield SourceRow(index, f"{self.name}: row {index + 1}", values)
 
-    def _values_in(
-        self, file: Any, footer: Footer, group: int, index: int, end: int
-    ) -> Iterator[Values | ValueError]:
-        """The values of rows `index` to `end`, which are those of a row group. If it is damaged, an error
-        takes the place of each row from the damaged batch on. If it would take too much memory, none is read.
-        OSError if the system cannot read the file."""
+    def _values(self) -> Generator[Values | ValueError]:
+        """The values of all rows. If a row group is damaged, an error takes the place of each row from the
+        damaged batch on; if a row would take too much memory, from that row on. OSError if the system cannot
+        read the file."""
         assert self.columns is not None
         names = [name for name in self.columns if self.wanted is None or name in self.wanted]
-        why = "it ends early"
+        group, read, at_once = 0, 0, _ROWS_AT_ONCE
+        while group < len(self._groups):
+            with closing(_read(self.path, names, (group, read, at_once))) as messages:
+                for message in messages:
+                    if isinstance(message, list):
+                        yield from message
+                        read += len(message)
+                        continue
+                    yield from self._failed(group, read, message)
+                    group, read, at_once = group + 1, 0, _ROWS_AT_ONCE
+            if group < len(self._groups):  # its process is dead
+                at_once //= 16
+                if not at_once:
+                    yield from self._failed(group, read, ValueError("pyarrow ends its process at them"))
+                    group, read, at_once = group + 1, 0, _ROWS_AT_ONCE
+
+    def _failed(self, group: int, read: int, error: Exception | None) -> Iterator[ValueError]:
+        """An error in place of each row of a row group from `read` on; the error of the process is None if
+        these rows are not there."""
+        if isinstance(error, OSError):
+            raise error
+        first, end = (sum(self._groups[:group]) + rows for rows in (read, self._groups[group]))
+        rows = f"its rows {first + 1} to {end}"
+        if isinstance(error, MemoryError):
+            text = (
+                f"row group {group} of the file takes more than {MAX_UNPACKED / 2**30:g} GiB of memory to "
+                f"unpack, and {rows} are not read; write it with smaller row groups, such as "
+                "pyarrow.parquet.write_table(table, path, row_group_size=100)"
+            )
+        else:
+            why = "it ends early" if error is None else " ".join(str(error).split())
+            text = (
+                f"row group {group} of the file is damaged, and {rows} cannot be read ({why}); replace the "
+                "file by a good copy"
+            )
+        yield from repeat(ValueError(text), end - first)
+
+
+def _read(path: Path, wanted: list[str] | None, start: tuple[int, int, int] = (0, 0, 1)) -> Generator[Any]:
+    """What `read_file` of `jobs/parquet_reader.py` sends; it ends early if that process dies."""
+    memory = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1"}  # takes what it needs alone
+    with Popen(
+        [sys.executable, "-I", "-S", "-c", _START],
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=DEVNULL,
+        env=os.environ | memory,
+        start_new_session=True,  # Ctrl-C ends it with the job
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
         try:
-            rows = rows_at_once(file, footer, group, names)
-            if not rows:
-                yield from repeat(_too_large(group, index, end), end - index)
-                return
-            for batch in file.iter_batches(rows, row_groups=[group], columns=names):
-                yield from _values_of(_decoded(batch))
-                index += batch.num_rows
-        except (OSError, ValueError, IndexError, RecursionError, import_pyarrow().ArrowException) as error:
-            if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-                raise
-            why = " ".join(str(error).split())
-        damaged = ValueError(
-            f"row group {group} of the file is damaged, and its rows {index + 1} to {end} cannot be read "
-            f"({why}); replace the file by a good copy"
-        )
-        yield from repeat(damaged, end - index)
-
-
-def _too_large(group: int, index: int, end: int) -> ValueError:
-    return ValueError(
-        f"row group {group} of the file takes more than {MAX_UNPACKED // 2**30} GiB of memory to unpack, and "
-        f"its rows {index + 1} to {end} are not read; write it with smaller row groups, such as "
-        "pyarrow.parquet.write_table(table, path, row_group_size=100)"
-    )
-
-
-def _decoded(batch: Any) -> Any:
-    """A batch whose columns do not share values, so that its size is that of its rows."""
-    pyarrow = import_pyarrow()
-    columns = batch.columns
-    if not any(isinstance(column, pyarrow.DictionaryArray) for column in columns):
-        return batch
-    plain = [
-        each.dictionary_decode() if isinstance(each, pyarrow.DictionaryArray) else each for each in columns
-    ]
-    return pyarrow.RecordBatch.from_arrays(plain, names=batch.schema.names)
-
-
-def _values_of(batch: Any) -> Iterator[Values | ValueError]:
-    """The rows of a batch. An error takes the place of a row that is too long, or has a value that Python
-    cannot hold, such as a time in nanoseconds or a string that is not UTF-8."""
-    rows: list[Values | ValueError] = [too_long()]
-    if batch.nbytes <= MAX_ROW_BYTES:
-        try:
-            rows = batch.to_pylist()
-        except Exception as error:  # of many kinds
-            rows = [ValueError(f"it cannot be read: {error}")]
-    if len(rows) == batch.num_rows:
-        yield from rows
-        return
-    half = batch.num_rows // 2
-    yield from _values_of(batch.slice(0, half))
-    yield from _values_of(batch.slice(half))
+            asked = (str(path), wanted, start, MAX_UNPACKED, (MAX_ROW_BYTES, str(too_long())))
+            pickle.dump((sys.path, str(Path(__file__).with_name("parquet_reader.py")), asked), process.stdin)
+            process.stdin.close()
+            while True:
+                yield pickle.load(process.stdout)
+        except (EOFError, pickle.UnpicklingError, BrokenPipeError):
+            return
+        finally:
+            process.kill()
 
 
 def write_parquet(

@@ -299,15 +299,15 @@ def filtered_logits(logits: torch.Tensor, params: SamplingTensors, has_filters: 
     if has_filters:
         columns = x, sampled, params.top_k, params.top_p, params.min_p
         at_once = max(1, SORT_ELEMENTS // x.shape[1])
-        for part, drawn, *own in zip(*(column.split(at_once) for column in columns), strict=True):
-            part.masked_fill_(_dropped(part, *own) & drawn[:, None], float("-inf"))
+        for part, drawn, k, p, least in zip(*(column.split(at_once) for column in columns), strict=True):
+            part.masked_fill_(_dropped(part, k, p, least) & drawn[:, None], float("-inf"))
     return x
 
 
-def _dropped(x: torch.Tensor, *filters: torch.Tensor) -> torch.Tensor:
+def _dropped(x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """The tokens [S, V] that top_k, top_p and min_p [S] drop. x: [S, V] float32, divided by temperature."""
     ordered, order = x.sort(dim=1, descending=True, stable=True)
-    top_k, top_p, min_p = (column[:, None] for column in filters)
+    top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]
     place = torch.arange(x.shape[1], device=x.device)
     kept = (ordered >= ordered[:, :1] + min_p.log()) & ((top_k <= 0) | (place < top_k))
     shares = ordered.double().masked_fill(~kept, float("-inf")).softmax(dim=1)

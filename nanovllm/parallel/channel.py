@@ -23,6 +23,7 @@ import os
 import pickle
 import struct
 import sys
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -215,7 +216,7 @@ def _encode(call: Callable[..., object], args: tuple[object, ...]) -> bytearray:
     pickled = pickle.dumps((call, args), protocol=5, buffer_callback=lambda each: arrays.append(each.raw()))
     parts: list[bytes | memoryview] = [pickled, *arrays]
     lengths = [len(part) for part in parts]
-    message = bytearray(struct.pack(f"{len(parts) + 1}q", len(parts), *lengths))
+    message = bytearray(array("q", [len(parts), *lengths]))
     for part in parts:
         message += part
         message += bytes(-len(part) % ALIGNMENT)

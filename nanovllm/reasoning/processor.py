@@ -23,9 +23,11 @@ _CACHE_SIZE = 16  # lists of stop strings
 class ParsingProcessor(Processor):
     """Separates answers into thinking, text and tool calls."""
 
-    def __init__(self, config: Config, *values: Any) -> None:
-        """values: of `Processor`. ValueError as of `AnswerParsers`, and without a tokenizer."""
-        super().__init__(*values)
+    def __init__(
+        self, config: Config, tokenizer: Any, vocab_size: int, ends: Sequence[int], max_logprobs: int
+    ) -> None:
+        """As `Processor`. ValueError as of `AnswerParsers`, and without a tokenizer."""
+        super().__init__(tokenizer, vocab_size, ends, max_logprobs)
         self._names = config.reasoning_parser, config.tool_parser
         self._searches = lru_cache(_CACHE_SIZE)(StopSearch)
         self._parsers: AnswerParsers | None = None
@@ -60,8 +62,8 @@ class ParsingProcessor(Processor):
         budget, constraint = request.params.thinking_token_budget, request.constraint
         if budget is None and constraint is None:
             return request
-        asked = budget is not None, constraint is not None
-        rules = thinking_rules(family, self.parsers.vocabulary, request.prompt_token_ids, *asked)
+        vocabulary, ids = self.parsers.vocabulary, request.prompt_token_ids
+        rules = thinking_rules(family, vocabulary, ids, budget is not None, constraint is not None)
         return replace(request, thinking=rules)
 
     def stop_strings(self, request: Request, always: bool = False) -> Any:

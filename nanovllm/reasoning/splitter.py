@@ -115,10 +115,8 @@ class Splitter:
         return self._taken()
 
     def _taken(self) -> Split:
-        parts = (
-            "".join(text for is_thinking, text in self._out if is_thinking is each) for each in (True, False)
-        )
-        found = Split(*parts)
+        thought = "".join(text for is_thinking, text in self._out if is_thinking)
+        found = Split(thought, "".join(text for is_thinking, text in self._out if not is_thinking))
         self._out.clear()
         return found
 

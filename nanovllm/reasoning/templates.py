@@ -154,8 +154,6 @@ def _find(
     what: str,
 ) -> str:
     names = ", ".join(sorted(table))
-    if not isinstance(name, str):
-        raise TypeError(f"{option} must be 'auto' or a name, not {name!r}")
     if name in table:
         return name
     if name != "auto":

@@ -15,7 +15,8 @@ from html import escape
 from itertools import accumulate
 from pathlib import Path
 
-from nanovllm.config import Config, versions
+from nanovllm.config import Config
+from nanovllm.jobs.journal import versions
 from nanovllm.jobs.side_files import check_name, replaced
 from nanovllm.report.answers import Answers, answers_section, bars
 from nanovllm.report.chart import FONT, STYLE, Chart, Run, clean

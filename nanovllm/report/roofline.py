@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.stats import attention_pairs
 from nanovllm.models.config import ModelConfig
 from nanovllm.moe.layers import MoESpec
 from nanovllm.report.gpu import devices_of
@@ -100,16 +99,6 @@ class Cost:
         """FLOPs of the layers for `num_tokens` prompt tokens that attend to `num_pairs` tokens in total: as
         many of the model's dtype as take the same time."""
         return 2.0 * self.layer_params / self.layer_speed * num_tokens + float(self.pair_flops * num_pairs)
-
-    def prefill_flops(self, query_lens: np.ndarray, context_lens: np.ndarray) -> float:
-        """FLOPs of chunks of `query_lens` new tokens at the end of `context_lens`, and last logits."""
-        before, after = context_lens - query_lens, context_lens
-        pairs = float(attention_pairs(query_lens, context_lens))
-        for size, share in self.windows:  # a token at place p sees p - size tokens less
-            first, last = np.maximum(before - size, 0), np.maximum(after - size, 0)
-            pairs -= share * float((last * (last + 1) // 2 - first * (first + 1) // 2).sum())
-        layers = self.prompt_flops(int(query_lens.sum()), pairs)
-        return layers + 2.0 * self.head_params * len(query_lens)
 
     def decode_bytes(self, num_steps: int, num_contexts: float) -> float:
         """Bytes of `num_steps` decode steps that read the K/V of `num_contexts` tokens in total, without

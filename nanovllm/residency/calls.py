@@ -18,6 +18,7 @@ from nanovllm.inputs import calls_of_llm
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.residency.core import ResidentCore, ResidentExecutor
 from nanovllm.residency.runner import TAGS, WEIGHTS
+from nanovllm.vllm.engine_args import takes_options
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,8 @@ class ResidencyCalls(LLMEngine):
     _executor: ResidentExecutor
     _alone = ResidentCore
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+    @takes_options
+    def __init__(self, model: Any = None, **options: Any) -> None:
         super().__init__(model, **options)
         self._profile_folder = _profile_folder(options.get("profiler_config"))
 

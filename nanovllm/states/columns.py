@@ -27,5 +27,5 @@ def state_columns(batch: Batch) -> np.ndarray:
 def unpacked(column: torch.Tensor, sequences: int) -> tuple[torch.Tensor, Saves]:
     """The row that each of so many sequences begins with, and the saves, of that column on the device."""
     count = (len(column) - 1) // 2 - sequences
-    sources, *saves = column.split([sequences, sequences + 1, count, count])
-    return sources, Saves(*saves)
+    sources, starts, positions, rows = column.split([sequences, sequences + 1, count, count])
+    return sources, Saves(starts, positions, rows)

@@ -72,8 +72,10 @@ def _of_pandas(table: Any, pandas: Any) -> Table:
         return None if cell is pandas.NA or cell != cell else cell
 
     def extended(columns: dict[str, list[Any]]) -> Any:
-        added = {name: pandas.Series(each, table.index, object) for name, each in columns.items()}
-        return table.assign(**added)
+        longer = table.copy()
+        for name, each in columns.items():
+            longer[name] = pandas.Series(each, table.index, object)
+        return longer
 
     return Table(names, len(table), lambda name: [value(cell) for cell in table[name]], extended)
 

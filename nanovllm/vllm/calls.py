@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.answers import RequestOutput
@@ -42,9 +42,10 @@ _Engine = TypeVar("_Engine", bound="VLLMCalls")
 class VLLMCalls(QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
     """An engine with vLLM's further calls."""
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._own_ids: dict[str, str] = {}  # by the engine's request id: the id that the caller gave
+    @cached_property
+    def _own_ids(self) -> dict[str, str]:
+        """By the engine's request id: the id that the caller gave."""
+        return {}
 
     @classmethod
     def from_engine_args(cls: type[_Engine], engine_args: Any, **others: Any) -> _Engine:

@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, TypeVar
+from inspect import Parameter, Signature, signature
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from nanovllm.config import RENAMED, Config
+from nanovllm.config import Config
 from nanovllm.names import KnownFields, refuse_unknown
+from nanovllm.params import SamplingParams
 from nanovllm.vllm.arguments import ENGINE
 
+logger = logging.getLogger("nanovllm")
+
+P = ParamSpec("P")
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
+# vLLM's names
+RENAMED = {
+    "block_size": "kvcache_block_size",
+    "num_gpu_blocks_override": "num_kvcache_blocks",
+    "enable_return_routed_experts": "return_routed_experts",
+}
 _SHORT = {
     "tensor_parallel_size": "-tp",
     "data_parallel_size": "-dp",
@@ -28,6 +40,7 @@ _SHORT = {
     "compilation_config": "-cc",
 }
 _OWN = {each.name: None if each.default is MISSING else each.default for each in fields(Config)}
+_TOLD = {each.name: each.metadata["option"].text.replace("%", "%%") for each in fields(Config)[1:]}
 _SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
 _UNITS = {
     unit: base**power
@@ -36,6 +49,26 @@ _UNITS = {
 }
 _TEXTS = ("model", "tokenizer", "revision", "tokenizer_revision", "download_dir", "hf_token")
 _DEFAULTS = _OWN | dict.fromkeys(RENAMED) | {name: absent.default for name, absent in ENGINE.items()}
+
+
+def _with_parameters(
+    of: Callable[P, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    def show(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        parameters = [
+            each.replace(annotation=re.sub(r"^Held\[[^,]+, (.+)\]$", r"\1", str(each.annotation)))
+            for each in signature(of).parameters.values()
+        ]
+        owner = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+        init.__doc__ = init.__doc__ or of.__doc__
+        init.__signature__ = Signature([owner, *parameters])  # type: ignore[attr-defined]
+        return init
+
+    return show
+
+
+takes_options = _with_parameters(Config)
+"""Shows a constructor with the parameters of `Config`: to type checkers, editors and `signature`."""
 
 
 class EngineArgs(KnownFields):
@@ -47,6 +80,7 @@ class EngineArgs(KnownFields):
 
     if TYPE_CHECKING:
 
+        @takes_options
         def __init__(self, model: Any = None, **options: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
 
@@ -66,7 +100,9 @@ class EngineArgs(KnownFields):
             flag = "--" + name.replace("_", "-")
             flags = [flag, *([_SHORT[name]] if name in _SHORT else [])]
             options: dict[str, Any] = {"dest": name, "default": default}
-            options["help"] = f"(default: {default})" if name in _OWN else argparse.SUPPRESS
+            options["help"] = (
+                f"{_TOLD.get(name, '')} (default: {default})" if name in _OWN else argparse.SUPPRESS
+            )
             if isinstance(default, bool):
                 options["action"] = "store_true"
             elif name == "async_scheduling" or (name in ENGINE and ENGINE[name].neutral is None):
@@ -92,6 +128,38 @@ EngineArgs.__annotations__ = dict.fromkeys(_DEFAULTS, "Any")
 for _name, _default in _DEFAULTS.items():
     setattr(EngineArgs, _name, _default)
 dataclass(EngineArgs)
+
+
+def our_options(arguments: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
+    """The options of `Config` among the arguments of `LLM`, under our names; the others are checked."""
+    found = _renamed(arguments)
+    _check_absent({name: found.pop(name) for name in arguments if name in found and name not in known}, known)
+    return found
+
+
+def _check_absent(absent: Mapping[str, Any], known: list[str]) -> None:
+    """Check options that `Config` does not have. One of another library may be accepted, with a warning."""
+    for name in absent:
+        if name in SamplingParams.__dataclass_fields__ and name not in ENGINE:
+            raise TypeError(f"LLM() got {name!r}; pass it to generate() as SamplingParams({name}=...)")
+    refuse_unknown("LLM", absent, known)
+    for name, value in absent.items():
+        is_nothing = isinstance(value, (type(None), list, tuple, dict, str, set)) and not value
+        if ENGINE[name].neutral is None and ENGINE[name].advice and not is_nothing:
+            logger.warning(f"{name}={value!r} has no effect here; {ENGINE[name].advice}")
+
+
+def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments under our names. ValueError if both names of an option are given and differ."""
+    found = {name: value for name, value in arguments.items() if name not in RENAMED}
+    for name in RENAMED.keys() & arguments.keys():
+        ours, value = RENAMED[name], arguments[name]
+        if value is None:
+            continue
+        if found.get(ours) not in (None, value):
+            raise ValueError(f"{name}={value!r} and {ours}={found[ours]!r} are one option; pass one of them")
+        found[ours] = value
+    return found
 
 
 def json_or_text(text: str) -> Any:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from nanovllm import EngineArgs, FlexibleArgumentParser, SamplingParams
-from nanovllm.config import RENAMED, Config
+from nanovllm.config import Config
 from nanovllm.vllm.arguments import ENGINE, SAMPLING
+from nanovllm.vllm.engine_args import RENAMED
 
 ENGINE_NAMES = """
     additional_config aggregate_engine_logging all2all_backend allow_deprecated_quantization

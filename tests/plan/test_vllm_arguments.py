@@ -194,7 +194,7 @@ def test_unknown_parameters() -> None:
 
 def test_keywords_only() -> None:
     """nano-vLLM begins with temperature and max_tokens, vLLM with n and presence_penalty."""
-    message = r"keyword arguments only, not \(0\.6, 256\).*SamplingParams\(temperature=\.\.\., max_tokens="
+    message = r"keyword arguments only, not \(0\.6, 256\).*names, as in SamplingParams\(temperature=\.\.\.\)"
     with pytest.raises(TypeError, match=message):
         SamplingParams(0.6, 256)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.engine.stats import attention_pairs
 from nanovllm.report.roofline import KNOWN_DEVICES, Cost, Speed
 from tools.benchmark.workloads import Sharing, Workload
 from tools.measure_device import device_name, measure_speed
@@ -53,10 +54,21 @@ def floor_of(cost: Cost, work: Workload, speed: Speed, sharing: Sharing | None =
     weight_bytes = cost.decode_bytes(steps, 0) + float(experts.sum())
     flops = cost.decode_flops(work.tokens_out - len(outs))
     return Floor(
-        prefill=cost.prefill_flops(new, lens) / speed.flops_per_s,
+        prefill=prefill_flops(cost, new, lens) / speed.flops_per_s,
         decode=max(weight_bytes / speed.bytes_per_s, flops / speed.flops_per_s)
         + kv_bytes / speed.bytes_per_s,
     )
+
+
+def prefill_flops(cost: Cost, query_lens: np.ndarray, context_lens: np.ndarray) -> float:
+    """FLOPs of chunks of `query_lens` new tokens at the end of `context_lens`, and last logits."""
+    before, after = context_lens - query_lens, context_lens
+    pairs = float(attention_pairs(query_lens, context_lens))
+    for size, share in cost.windows:  # a token at place p sees p - size tokens less
+        first, last = np.maximum(before - size, 0), np.maximum(after - size, 0)
+        pairs -= share * float((last * (last + 1) // 2 - first * (first + 1) // 2).sum())
+    layers = cost.prompt_flops(int(query_lens.sum()), pairs)
+    return layers + 2.0 * cost.head_params * len(query_lens)
 
 
 def device_speed(device: torch.device, num_devices: int, dtype: torch.dtype) -> Speed:

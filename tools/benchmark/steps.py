@@ -11,7 +11,7 @@ import numpy as np
 from nanovllm import LLM
 from nanovllm.batch import StepKind
 from tools.benchmark.kernels import PROFILE_TOKENS
-from tools.benchmark.roofline import Cost, Floor, Speed
+from tools.benchmark.roofline import Cost, Floor, Speed, prefill_flops
 from tools.benchmark.workloads import Sharing
 
 BATCH_SIZES = (256, 128, 64, 8, 1)
@@ -65,7 +65,7 @@ def phases(
     prefill = [step for step in steps if step.kind is StepKind.PREFILL]
     if prefill:
         tokens = sum(int(step.query_lens.sum()) for step in prefill)
-        flops = sum(cost.prefill_flops(step.query_lens, step.context_lens) for step in prefill)
+        flops = sum(prefill_flops(cost, step.query_lens, step.context_lens) for step in prefill)
         report["prefill"] = _phase(prefill, tokens, "tflops", flops, speed.flops_per_s, floor.prefill)
     decode = [step for step in steps if step.kind is StepKind.DECODE]
     if decode:

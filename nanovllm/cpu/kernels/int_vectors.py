@@ -36,7 +36,6 @@ from nanovllm.cpu.kernels.emitting import (
 from nanovllm.cpu.kernels.int_layout import FORMATS, GROUP, LANES, IntFormat
 
 HALF = GROUP // 2  # values of x that share a scale
-RECORD = 80  # bytes of the largest record
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 _VF, _VI = (ir.VectorType(each, LANES) for each in (_F32, _I32))

@@ -370,12 +370,6 @@ ROUND = {"float32": round_f32, "bfloat16": round_bf16, "float16": round_f16}
 # -- bits, for packed weights -------------------------------------------------------------------------------
 
 
-@emitted(i32x16, i64)
-def splat_i32(b: Any, p: Any) -> Any:
-    """The 4 bytes at `p`, in every lane."""
-    return spread(b, load(b, p, _I32))
-
-
 def emit_low(b: Any, x: Any) -> Any:
     """The lower bfloat16 of each lane, as float32."""
     return b.bitcast(b.shl(x, constant(16, _VI)), _VF)

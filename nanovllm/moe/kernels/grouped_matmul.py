@@ -22,7 +22,6 @@ from nanovllm.kernels.compat import (
     TensorDescriptor,
     await_inputs,
     jit,
-    multiprocessors,
     next_power_of_2,
     pdl_options,
     shared_memory,
@@ -41,7 +40,6 @@ class ExpertTile(NamedTuple):
     stages: int  # steps whose operands are in shared memory
     warps: int = 4
     swap: bool = False  # compute the transposed product: the tensor core's rows must be at least 64
-    persistent: bool = False  # one program per multiprocessor computes many tiles and loads ahead
 
 
 class ExpertChoice(NamedTuple):
@@ -116,10 +114,9 @@ def _experts_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
-    PERSISTENT: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
-    """Computes tiles of the product in turn, in the order of `in_bands`.
+    """Computes a tile of the product, in the order of `in_bands`.
 
     GATHER: x [T, K] is a pointer to rows, and each pair reads its row; else a descriptor of rows in the order
     of places, whose `x_stride` is not used. SCATTER: results go to rows of pairs, else of places. weight: a
@@ -135,7 +132,7 @@ def _experts_kernel(
     groups: tl.constexpr = (blocks * BLOCK_K + GROUP - 1) // GROUP if GROUP else blocks
     pair_tiles = most_tiles if INTERPRETED else tl.load(count_ptr)
     total_tiles = pair_tiles * column_tiles
-    for tile in tl.range(tl.program_id(0), total_tiles, tl.num_programs(0), flatten=PERSISTENT):
+    for tile in tl.range(tl.program_id(0), total_tiles, tl.num_programs(0)):
         pair_tile, column_tile = in_bands(tile, pair_tiles, column_tiles)
         column = column_tile * COLUMNS
         start = tl.load(starts_ptr + pair_tile)
@@ -245,8 +242,7 @@ def choose_experts(
 def fitted(tile: ExpertTile, rows: int, is_gated: bool, device: torch.device) -> ExpertTile:
     """The tile with as many stages as fit into the device's shared memory."""
     stage = 2 * (rows + tile.columns * (2 if is_gated else 1)) * tile.k
-    rest = shared_memory(device) - 2048 - (rows * tile.columns if tile.persistent else 0)
-    return tile._replace(stages=max(1, min(tile.stages, rest // stage)))
+    return tile._replace(stages=max(1, min(tile.stages, (shared_memory(device) - 2048) // stage)))
 
 
 def _descriptor(x: torch.Tensor, block: list[int]) -> Any:
@@ -291,7 +287,7 @@ def grouped_triton(
     programs = most * -(-n // tile.columns)
     if programs == 0:
         return out
-    _experts_kernel[(min(programs, multiprocessors(x.device)) if tile.persistent else programs,)](
+    _experts_kernel[(programs,)](
         x if gather else _descriptor(x, [tiles.rows, tile.k]),
         x.stride(0),
         _weight_descriptor(weight, tile),
@@ -314,7 +310,6 @@ def grouped_triton(
         COLUMNS=tile.columns,
         BLOCK_K=tile.k,
         SWAP=tile.swap,
-        PERSISTENT=tile.persistent,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **pdl_options(x),

@@ -122,7 +122,10 @@ def delta_step_triton(
         columns = min(tile.columns, next_power_of_2(heads.v_dim))
         _delta_step_kernel[(heads.v_heads * -(-heads.v_dim // columns), len(qkv))](
             qkv,
-            *gates,
+            gates.a,
+            gates.b,
+            gates.a_log,
+            gates.dt_bias,
             out,
             pool,
             rows,

@@ -305,7 +305,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "parameters without names": (
         lambda llm, folder: SamplingParams(0.7, 0.9),
         "TypeError: SamplingParams() takes keyword arguments only, not (0.7, 0.9): their order "
-        "differs from engine to engine. Write SamplingParams(temperature=..., max_tokens=...)",
+        "differs from engine to engine. Write their names, as in SamplingParams(temperature=...)",
     ),
     "several greedy answers": (
         lambda llm, folder: SamplingParams(n=2, temperature=0),

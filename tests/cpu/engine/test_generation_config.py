@@ -114,7 +114,7 @@ def test_wrong_values_and_files(model: Path, tmp_path: Path) -> None:
         assert len(llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)) == 1
     with pytest.raises(ValueError, match=r"a folder with generation_config\.json, not '.*nowhere'"):
         LLM(model, generation_config=tmp_path / "nowhere")
-    with pytest.raises(TypeError, match="generation_config must be 'auto', 'vllm' or a folder, not 5"):
+    with pytest.raises(TypeError, match="generation_config must be a string that is not empty, not 5"):
         LLM(model, generation_config=5)
     with pytest.raises(ValueError, match=r"^override_generation_config: temperature must be .* not -1$"):
         make_tiny(model, override_generation_config={"temperature": -1})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import inside_kinds
 import pytest
 from jobs import FakeLLM, no_model, read_rows, run, watched, write_rows
 
@@ -20,13 +21,13 @@ from nanovllm.sampling_params import SamplingParams
 
 def write_damaged_parquet(path: Path) -> Path:
     """1,500 rows in three row groups; the second page of prompts in row group 1 is damaged."""
-    parquet = import_pyarrow().parquet
+    pyarrow = import_pyarrow()
     rows = [{"id": index, "prompt": f"prompt {index}"} for index in range(1500)]
-    table = import_pyarrow().Table.from_pylist(rows)
+    table = pyarrow.Table.from_pylist(rows)
     options = {"row_group_size": 500, "use_dictionary": False, "compression": "none"}
-    parquet.write_table(table, path, data_page_size=2048, write_batch_size=50, **options)
+    pyarrow.parquet.write_table(table, path, data_page_size=2048, write_batch_size=50, **options)
     content = bytearray(path.read_bytes())
-    column = parquet.ParquetFile(path).metadata.row_group(1).column(1)
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(1)
     start = column.data_page_offset + 5000
     content[start : start + 1000] = b"\xff" * 1000
     path.write_bytes(content)
@@ -53,16 +54,37 @@ def test_a_damaged_row_group_costs_its_rows_only(tmp_path: Path, capsys: pytest.
 def test_a_disk_that_fails_is_no_damaged_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*args: Any, **options: Any) -> Any:
-        raise OSError(5, "Input/output error")
-
+    fail = """
+import pyarrow.parquet
+def fail(*args, **options): raise OSError(5, "Input/output error")
+pyarrow.parquet.ParquetFile.iter_batches = fail
+"""
     source, out = write_damaged_parquet(tmp_path / "in.parquet"), tmp_path / "out.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr(import_pyarrow().parquet.ParquetFile, "iter_batches", fail)
+        inside_kinds.begin_reading_parquet_by(patch, fail)
         assert run(source, "-o", out) == 4
     assert "Input/output error; the same command resumes" in capsys.readouterr().err
     assert read_rows(out) == []
     assert run(source, "-o", out) == 1
+
+
+def test_a_process_that_dies_costs_a_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows before it, and other row groups, are answered."""
+    source, out = write_damaged_parquet(tmp_path / "in.parquet"), tmp_path / "out.jsonl"
+    fail = """
+import os, pyarrow.parquet
+plain = pyarrow.parquet.ParquetFile.iter_batches
+def dies(self, size, row_groups, **options):
+    for batch in plain(self, size, row_groups=row_groups, **options):
+        yield batch
+        if row_groups == [1]: os.abort()
+pyarrow.parquet.ParquetFile.iter_batches = dies
+"""
+    inside_kinds.begin_reading_parquet_by(monkeypatch, fail)
+    assert run(source, "-o", out) == 1
+    errors = {row["index"]: row["error"] for row in read_rows(out) if row["error"] is not None}
+    assert errors.keys() == set(range(500 + 256, 1000))
+    assert "its rows 757 to 1000 cannot be read (pyarrow ends its process at them)" in errors[999]
 
 
 def test_one_row_is_no_plural(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

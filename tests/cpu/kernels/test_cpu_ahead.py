@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import inside
+import inside_kinds
 import pytest
 from cpu_kernel_cases import finish, start
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.cpu import ahead, isa
 from nanovllm.cpu.kernels import native
-from nanovllm.cpu.kernels.launch import Kernel, _entry
+from nanovllm.cpu.kernels.launch import Kernel
 from nanovllm.cpu.kernels.team import OWN
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs numba")
@@ -31,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of kernels; nothing was said yet."""
     monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
-    monkeypatch.setattr(native, "_said", [])
+    inside_kinds.nothing_was_said(monkeypatch)
     found = native.cache_folder()
     assert found is not None
     return found
@@ -44,13 +45,13 @@ def test_a_start_finds_the_kernels_of_its_model_and_no_others(
     """What steps of prompts that share a beginning need, with any parameters. Nothing runs to find it."""
     asked: list[tuple[Any, ...]] = []
     used: set[tuple[Any, ...]] = set()
-    monkeypatch.setattr(ahead, "_compile", asked.extend)
+    inside_kinds.note_compiled(monkeypatch, asked.extend)
     monkeypatch.setattr(ahead, "is_kept", lambda *kernel: False)
     run = Kernel.launch
 
     def launch(kernel: Kernel, variant: tuple[object, ...], programs: int, *arguments: Any) -> None:
         if asked:  # the engine has started
-            used.add((_entry, kernel._make, *variant))
+            used.add(inside_kinds.kernel_asked(kernel, variant))
         run(kernel, variant, programs, *arguments)
 
     monkeypatch.setattr(Kernel, "launch", launch)
@@ -74,7 +75,7 @@ def test_several_processes_compile_and_say_how_far_they_are(
     kernels = [(make,) for make in OWN]
     assert not any(native.is_kept(*each) for each in kernels)
     monkeypatch.setattr("sys.stderr", shown := Terminal())
-    ahead._compile(kernels)
+    inside_kinds.compile_ahead(kernels)
     assert all(native.is_kept(*each) for each in kernels)
     lines = shown.getvalue().split("\r")
     assert [line.partition("once: ")[2] for line in lines[1:-1]] == [f"{done} of 3" for done in range(4)]
@@ -85,9 +86,9 @@ def test_several_processes_compile_and_say_how_far_they_are(
 def test_a_process_that_fails_leaves_its_kernels_to_their_first_use(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ahead, "_CHILD", "raise SystemExit(3)")
+    inside_kinds.compile_by(monkeypatch, "raise SystemExit(3)")
     with caplog.at_level(logging.WARNING):
-        ahead._compile([(make,) for make in OWN])
+        inside_kinds.compile_ahead([(make,) for make in OWN])
     assert not any(native.is_kept(each) for each in OWN)
     assert caplog.text.count("compiling 3 kernels for this CPU") == 1
 

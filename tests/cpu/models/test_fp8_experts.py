@@ -10,7 +10,7 @@ import pytest
 import torch
 from digests import digest
 from fp8_models import EXPERT, Tensors, build, dequantised, loaded, tensors_of
-from moe_cases import PERSISTENT, SWAPPED
+from moe_cases import SWAPPED, WIDE
 from safetensors.torch import save_file
 from test_models import PROMPT, forward
 from test_models import load as load_model
@@ -113,7 +113,7 @@ def values(folder: Path, tp: TPGroup, products: bool) -> tuple[list[torch.Tensor
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_kernels_of_experts(rows: int, group: int | None) -> None:
     plain = choose_experts(1, 5, torch.float32, torch.device("cpu"))
-    for choice in (plain, SWAPPED, PERSISTENT):
+    for choice in (plain, SWAPPED, WIDE):
         fp8_cases.check_experts(rows, group, "cpu", choice)
 
 

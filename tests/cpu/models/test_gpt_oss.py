@@ -16,7 +16,7 @@ import torch
 from checked_llm import make_tiny
 from digests import make_digest
 from engine_cases import make_prompts
-from moe_cases import PERSISTENT, SWAPPED, Sizes
+from moe_cases import SWAPPED, WIDE, Sizes
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensors import BF16, F32
@@ -32,11 +32,11 @@ from tiny_models import (
 
 from nanovllm import LLM, ModelLoadError, SamplingParams
 from nanovllm.chat.templates import TemplateProcess
-from nanovllm.formats.mxfp4.kernels.values import VALUES, dequantise_mxfp4, quantise_mxfp4
+from nanovllm.formats.mxfp4.kernels.values import VALUES, dequantise_mxfp4
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.models.registry import get_family, load_model_config
 from nanovllm.moe.kernels.grouped_matmul import choose_experts
-from tools.write_mxfp4 import write_mxfp4, write_rounded
+from tools.write_mxfp4 import quantise_mxfp4, write_mxfp4, write_rounded
 
 # Widths of a group and of several; half of an expert's width is no whole number of groups.
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
@@ -88,8 +88,8 @@ def test_rounding_to_the_nearest_value() -> None:
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs these cases")
 @pytest.mark.parametrize(
     "choice",
-    [choose_experts(1, 10, F32, torch.device("cpu")), SWAPPED, PERSISTENT],
-    ids=["plain", "swapped", "persistent"],
+    [choose_experts(1, 10, F32, torch.device("cpu")), SWAPPED, WIDE],
+    ids=["plain", "swapped", "wide"],
 )
 @pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (2, BF16), (21, F32)])
 def test_experts_with_biases(rows: int, dtype: torch.dtype, choice: Any) -> None:

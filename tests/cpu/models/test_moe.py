@@ -16,7 +16,7 @@ import torch
 from checked_llm import BLOCK, CheckedLLM, make_tiny
 from digests import make_digest
 from engine_cases import GREEDY, make_prompts, tokens
-from moe_cases import PERSISTENT, SWAPPED, Sizes
+from moe_cases import SWAPPED, WIDE, Sizes
 from safetensors.torch import load_file
 from tensors import BF16, F32
 from test_engine import replay_steps
@@ -185,7 +185,7 @@ def test_routing(rows: int, sizes: Sizes, tile_rows: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("choice", [PLAIN, SWAPPED, PERSISTENT], ids=["plain", "swapped", "persistent"])
+@pytest.mark.parametrize("choice", [PLAIN, SWAPPED, WIDE], ids=["plain", "swapped", "wide"])
 @pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (2, BF16), (3, F32), (97, F32), (20, BF16)])
 def test_experts(rows: int, dtype: torch.dtype, choice: Any) -> None:
     moe_cases.check_experts(rows, Sizes(), dtype, "cpu", choice)
@@ -199,7 +199,7 @@ def test_experts_without_rows_and_with_all(only: tuple[int, ...]) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("choice", [PLAIN, PERSISTENT], ids=["plain", "persistent"])
+@pytest.mark.parametrize("choice", [PLAIN, WIDE], ids=["plain", "wide"])
 def test_all_rows_to_one_expert(choice: Any) -> None:
     moe_cases.check_experts(40, Sizes(10, 1), F32, "cpu", choice, only=(4,))
 

@@ -31,7 +31,7 @@ from nanovllm.quantization.config import QuantConfig
 from tools import measure_device
 from tools.benchmark import roofline
 from tools.benchmark.kernels import busy_time, costliest, group_replays, read_trace, replay_times
-from tools.benchmark.roofline import Cost, Speed, broken_floor, device_speed, floor_of
+from tools.benchmark.roofline import Cost, Speed, broken_floor, device_speed, floor_of, prefill_flops
 from tools.benchmark.shapes import QWEN3, QWEN3_MOE, write_shape
 from tools.benchmark.steps import Step, StepRecorder, phases, step_times
 from tools.benchmark.workloads import Workload, headline
@@ -61,7 +61,7 @@ def test_cost_of_a_small_config() -> None:
     cost = Cost.of(TINY, itemsize=2, kv_itemsize=1)
     assert cost == Cost(layer_params=288, head_params=40, kv_bytes=12, pair_flops=48, itemsize=2)
     # 2 tokens behind 4 known ones see 5 and 6 tokens.
-    assert cost.prefill_flops(np.array([2]), np.array([6])) == 2 * 288 * 2 + 2 * 40 + 48 * 11
+    assert prefill_flops(cost, np.array([2]), np.array([6])) == 2 * 288 * 2 + 2 * 40 + 48 * 11
     assert cost.decode_bytes(3, 25) == 3 * 328 * 2 + 25 * 12
 
 
@@ -73,7 +73,7 @@ def test_cost_of_weights_in_fp8() -> None:
         cost, size, speed = Cost.of(config, itemsize=2, kv_itemsize=2), 2 - products, 1 + products
         assert cost.decode_bytes(3, 25) == 3 * (288 * size + 40 * 2) + 25 * 24
         assert cost.decode_flops(5) == 5 * 2 * (288 / speed + 40)
-        assert cost.prefill_flops(np.array([2]), np.array([2])) == 2 * 288 / speed * 2 + 2 * 40 + 48 * 3
+        assert prefill_flops(cost, np.array([2]), np.array([2])) == 2 * 288 / speed * 2 + 2 * 40 + 48 * 3
 
 
 def test_cost_of_experts() -> None:
@@ -113,7 +113,7 @@ def test_cost_of_windows() -> None:
     assert cost.read_tokens(np.array([3, 4, 9])) == (3 + 4 + 9) / 2 + (3 + 4 + 4) / 2
     pairs = {(2, 6): 11 - (1 + 2) / 2, (3, 3): 6, (7, 7): 28 - (1 + 2 + 3) / 2, (1, 9): 9 - 5 / 2}
     for (query, context), seen in pairs.items():
-        flops = cost.prefill_flops(np.array([query]), np.array([context]))
+        flops = prefill_flops(cost, np.array([query]), np.array([context]))
         assert flops == 2 * 288 * query + 2 * 40 + 48 * seen
     full, floor = (floor_of(each, WORK, Speed(10.0, 1e9)) for each in (COST, cost))
     assert full.decode - floor.decode == pytest.approx((2 + 3 + 4) / 2 * 24 / 10)  # of contexts of 6, 7, 8

@@ -16,7 +16,6 @@ from random_schemas import random_schema
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.checks import show
-from nanovllm.extras.structured import endless_rule
 from nanovllm.outputs import RequestOutput
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -202,27 +201,3 @@ def test_a_wrong_constraint_is_found_before_anything_runs(llm: CheckedLLM) -> No
     with pytest.raises(ValueError, match=r"regex"):
         list(islice(outputs, 5))
     assert llm.is_finished()
-
-
-@pytest.mark.parametrize(
-    ("grammar", "endless"),
-    [
-        ('start: "a" start', "start"),
-        ('start: "a" x\nx: "b" x | ("c"|x) y "d"?\ny: "d" x', "x"),
-        ('start[capture="x"]: "a" x~2..3\n?x.2: "b"+ [x] x\n// x: "c"\n', "x"),
-        ('%llguidance {}\nstart: x{1,2} "]"\nx: %json {"a: ": [1]} x\n %ignore / /', "x"),
-        ('start: "a" start | "b"', None),
-        ('start: "a" start?', None),
-        ('start: "a" start*', None),
-        ('start: "a" [start]', None),
-        ('start: "a" start~0..2 "b" start{0,3} start{,3} start{0}', None),
-        ('start: "a" (start | x) -> name\nx:\n  | "a".."z" x', None),
-        ('start: (A | imported) <|end|> @other\nA: "a" A', None),
-        ("start: x0\n" + "".join(f"x{i}: x{i + 1}\n" for i in range(5000)) + 'x5000: "a"', None),
-        ("".join(f"x{i + 1}: x{i}\n" for i in range(5000)) + 'x0: "a"\nstart: x5000', None),
-        ('start: "a" start $', None),
-    ],
-)
-def test_grammars_without_an_end(grammar: str, endless: str | None) -> None:
-    """Also over many rules in any order; what is not read counts as good."""
-    assert endless_rule(grammar) == endless

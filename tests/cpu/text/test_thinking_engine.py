@@ -196,7 +196,7 @@ def test_wrong_parsers_are_refused_at_the_start(folder: Path, tmp_path: Path, na
         ValueError, match=rf"{name}='qwen9' is not known; pass 'auto' or one of .*(qwen3|hermes)"
     ):
         LLM(folder, **{name: "qwen9"}, **OPTIONS)
-    with pytest.raises(TypeError, match=f"{name} must be 'auto' or a name, not 3"):
+    with pytest.raises(TypeError, match=f"{name} must be a string that is not empty, not 3"):
         LLM(folder, **{name: 3}, **OPTIONS)
     with pytest.raises(ValueError, match=f"{name} reads text, and skip_tokenizer_init=True"):
         LLM(folder, **{name: "auto"}, skip_tokenizer_init=True, **OPTIONS)

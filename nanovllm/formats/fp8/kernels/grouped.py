@@ -20,7 +20,7 @@ from nanovllm.formats.fp8.kernels.values import (
     rows_of_scale,
 )
 from nanovllm.kernels.activation import gated, silu_and_mul_reference
-from nanovllm.kernels.compat import INTERPRETED, await_inputs, jit, multiprocessors, pdl_options, tl
+from nanovllm.kernels.compat import INTERPRETED, await_inputs, jit, pdl_options, tl
 from nanovllm.kernels.matmul import descriptor, in_bands
 from nanovllm.moe.kernels.grouped_matmul import ExpertChoice, ExpertTile, sum_experts_triton
 from nanovllm.moe.kernels.tiles import Chosen, ExpertTiles
@@ -72,7 +72,6 @@ def _fp8_experts_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
-    PERSISTENT: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
     """As `moe/kernels/grouped_matmul.py`; with GROUP, which is BLOCK_K, scales are of groups."""
@@ -84,7 +83,7 @@ def _fp8_experts_kernel(
     height_of_scales: tl.constexpr = (height_of_weight + GROUP_ROWS - 1) // GROUP_ROWS
     pair_tiles = most_tiles if INTERPRETED else tl.load(count_ptr)
     total_tiles = pair_tiles * column_tiles
-    for tile in tl.range(tl.program_id(0), total_tiles, tl.num_programs(0), flatten=PERSISTENT):
+    for tile in tl.range(tl.program_id(0), total_tiles, tl.num_programs(0)):
         pair_tile, column_tile = in_bands(tile, pair_tiles, column_tiles)
         column = column_tile * COLUMNS
         start = tl.load(starts_ptr + pair_tile)
@@ -181,7 +180,7 @@ def fp8_tile(tile: ExpertTile, rows: int, group: int | None, is_gated: bool) -> 
     sums = 3 if is_gated else 2
     most = 4096 * tile.warps // (sums * rows)
     columns = min(tile.columns, 1 << most.bit_length() - 1)
-    return tile._replace(k=group, columns=max(32, columns), persistent=False)
+    return tile._replace(k=group, columns=max(32, columns))
 
 
 def fp8_grouped_triton(
@@ -205,7 +204,7 @@ def fp8_grouped_triton(
     programs = most * -(-n // tile.columns)
     if programs == 0:
         return out
-    _fp8_experts_kernel[(min(programs, multiprocessors(out.device)) if tile.persistent else programs,)](
+    _fp8_experts_kernel[(programs,)](
         x.codes if gather else descriptor(x.codes, [tiles.rows, tile.k]),
         x.codes.stride(0),
         x.scales,
@@ -228,7 +227,6 @@ def fp8_grouped_triton(
         COLUMNS=tile.columns,
         BLOCK_K=tile.k,
         SWAP=tile.swap,
-        PERSISTENT=tile.persistent,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **pdl_options(out),

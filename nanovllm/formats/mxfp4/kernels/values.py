@@ -5,16 +5,14 @@ The layout is that of checkpoints. Owns no weight. Source: OCP Microscaling Form
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 
 GROUP = 32  # values that share a scale
 BYTES = GROUP // 2  # of a group
 SCALE_BIAS = 127  # a scale's byte s means 2 ** (s - SCALE_BIAS)
 SCALE_NAN = 255  # this byte means NaN
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; the fourth bit is the sign
-VALUES = (*_MAGNITUDES, *(-each for each in _MAGNITUDES))
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; the fourth bit is the sign
+VALUES = (*MAGNITUDES, *(-each for each in MAGNITUDES))
 
 
 def dequantise_mxfp4(
@@ -30,22 +28,3 @@ def dequantise_mxfp4(
     bits = scales.int() << 23  # the exponent of a float32, but for 2 ** -127 and NaN
     powers = torch.where((scales == 0) | (scales == SCALE_NAN), bits | 2**22, bits).view(torch.float32)
     return (values * powers[..., None, None]).to(dtype).flatten(-3)
-
-
-def quantise_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The blocks and scales of values [..., K], for writers of files and tests; K is a multiple of 32.
-
-    A group's scale is the power of two with which its largest value is at most 6, and not below 3 (as the
-    specification's, but nothing is clamped). Each value becomes the nearest one, ties go to the even code.
-    """
-    groups = values.float().unflatten(-1, (-1, GROUP))
-    largest = groups.abs().amax(-1).clamp(min=2.0**-120)
-    exponents = torch.ceil(torch.log2(largest / VALUES[7]))
-    exponents += (largest > VALUES[7] * torch.exp2(exponents)).float()  # if the logarithm was rounded down
-    scaled = (groups / torch.exp2(exponents)[..., None]).contiguous()
-    middles = [(a + b) / 2 for a, b in pairwise(_MAGNITUDES)]
-    edges = torch.tensor(middles, device=values.device)
-    below, above = (torch.bucketize(scaled.abs(), edges, right=right) for right in (False, True))
-    codes = torch.where(below % 2 == 0, below, above) + 8 * (scaled.signbit())
-    low, high = codes.to(torch.uint8).unflatten(-1, (BYTES, 2)).unbind(-1)
-    return low | high << 4, (exponents + SCALE_BIAS).to(torch.uint8)
