@@ -336,6 +336,8 @@ def delta_prefill_triton(
     if chunks == 0:
         return out
     tiles = tiles or choose_tiles(heads, qkv.dtype)
+    if qkv.itemsize < 4 and tiles.warps == 8 and tiles.columns < 64:
+        raise ValueError(f"{tiles}: with 8 warps and fewer than 64 columns Triton 3.6 computes wrong states")
     m, p = qkv.new_empty(2, chunks, heads.v_heads, CHUNK, CHUNK)
     m_rest = torch.empty_like(m) if qkv.itemsize < 4 else None
     vectors = qkv.new_empty(chunks, heads.v_heads, _VECTORS, CHUNK, dtype=torch.float32)
@@ -363,7 +365,7 @@ def delta_prefill_triton(
         DIAGONAL=_DIAGONAL,
         HALVES=m_rest is not None,
         num_warps=tiles.first_warps,
-        num_stages=1,  # with more, Triton 3.6 for Hopper multiplies rows of q before they have arrived
+        num_stages=1,  # with more, Triton 3.6 multiplies rows of q on an H200 before they have arrived
         maxnreg=tiles.first_registers,
         **pdl_options(qkv),
     )

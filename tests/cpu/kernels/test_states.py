@@ -209,6 +209,13 @@ def test_a_token_that_forgets_all(triton: bool) -> None:
 
 
 @kernel
+def test_tiles_that_compute_wrong_states_are_refused() -> None:
+    case = make_case(DeltaHeads(1, 1, 16, 32), [3], dtype=torch.bfloat16)
+    arguments = case.qkv, case.gates, case.heads, case.pool, case.packed
+    with pytest.raises(ValueError, match="8 warps and fewer than 64 columns"):
+        delta_prefill_triton(*arguments, tiles=PrefillTiles(32, 8, 1, 4))
+
+
 @pytest.mark.parametrize("tiles", [PrefillTiles(16, 4, 1, 4), PrefillTiles(32, 4, 3, 8)], ids=str)
 def test_tiles_of_a_prefill(tiles: PrefillTiles) -> None:
     check_prefill(delta_prefill_triton, make_case(HEADS, [70, 1], [3, 0], BF16), [(0, 40)], tiles=tiles)
