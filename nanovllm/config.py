@@ -81,7 +81,8 @@ class Config:
         "start imports for some seconds, so values below 60 may be too short.", "Below 1.", least=1)
     max_num_batched_tokens: int = option(16384, "Prompt tokens in one prefill step, at most; on a CPU "
         "never over 2,048, which are faster. Longer prompts are computed in chunks.", "Below 1.", least=1)
-    max_num_seqs: int = option(1024, "Sequences that run at once, at most.", "Below 1.", least=1)
+    max_num_seqs: int = option(1024, "Sequences that run at once, at most; fewer of a model with "
+        "states, if those of more [take too much memory](#how-memory-is-divided).", "Below 1.", least=1)
     max_model_len: Held[int | None, int | str | None] = option(None, "Tokens of a sequence, prompt and "
         'output, at most. `None`, `"auto"` and `-1`: [the longest](#the-longest-sequence) that the model '
         "supports; a larger value is lowered to its positions, and either to what the KV cache can hold.",
@@ -126,7 +127,7 @@ class Config:
     skip_tokenizer_init: bool = option(False, "Prompts and outputs are token ids.", "Text prompts.")
     deterministic: bool = option(False, "[The same bits](#the-same-answer-in-any-batch) for a prompt in "
         "any batch, chunk or graph, at a cost in speed.",
-        'Another backend than `"triton"`; several GPUs; weights whose rows are no multiple of 16 bytes.')
+        'Another backend than `"triton"`; several GPUs; states; weights with rows of no multiple of 16 bytes.')
     seed: int = option(0, "The seed of dummy weights and of requests without their own.", "Below 0.", least=0)
     async_scheduling: bool | None = option(None, "Launch a step before the tokens of the previous one are "
         "read. `None`: on a GPU.")

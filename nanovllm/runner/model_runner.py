@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +35,6 @@ from nanovllm.runner.memory import CacheLayout, KVCacheSpace, attach
 CALIBRATIONS: Table[Callable[[ModelRunner], None]] = Table(doors.CALIBRATIONS)
 _FILLS: Table[Callable[[DecoderForCausalLM, int, Callable[[], None]], None]] = Table(doors.LOAD_FORMATS)
 _PREFIXES: Table[Callable[[ModelRunner, SharedUnit], PrefixFinder]] = Table(doors.SHARED_PREFIXES)
-_STATES: Table[Any] = Table(doors.STATES)
 _CAPTURE: Table[Callable[[ModelRunner, bool], None]] = Table(doors.CUDA_GRAPHS)
 
 
@@ -86,7 +84,7 @@ class ModelRunner(BatchRunner):
         self.spec = max(specs, key=lambda spec: (spec.window is None, spec.num_heads))
         self.layout = CacheLayout.of(specs, self.block_size, self.backend.window_tile)
         if self.model.state_layers:
-            self.layout = replace(self.layout, groups=_STATES["groups"](config.max_num_seqs))
+            self.layout = replace(self.layout, groups=doors.find(doors.STATES["groups"])(config.max_num_seqs))
         self.shared_unit = self.backend.shared_unit(self.spec, self.cache_dtype, device.torch)
         max_seqs, max_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
         unit = 0 if self.shared_unit is None else self.shared_unit.sequences
