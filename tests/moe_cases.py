@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from tensors import F32, assert_near, randn
 
 from nanovllm.kernels.activation import Activation
@@ -195,3 +196,15 @@ def check_no_rows(sizes: Sizes, device: str, choice: ExpertChoice) -> None:
     _, tiles = route_triton(logits, sizes.top_k, True, None, choice.rows)
     assert tiles is not None
     assert experts_triton(x, gate_up, down, tiles, choice).shape == (0, sizes.hidden)
+
+
+def check_chosen(experts: int, top_k: int, device: str) -> None:
+    """Of logits that a `SigmoidRouter` gives, softmax routing takes just the chosen, with their shares."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.rand(5, experts, generator=generator).topk(top_k, 1).indices
+    scores = F.logsigmoid(30 * torch.randn(5, top_k, generator=generator))
+    logits = torch.full((5, experts), -1e30).scatter_(1, ids, scores)
+    chosen, _ = route_triton(logits.to(device), top_k, True)
+    found = torch.zeros(5, experts).scatter_(1, chosen.ids.long().cpu(), chosen.weights.cpu())
+    torch.testing.assert_close(found, logits.softmax(1))
+    assert torch.equal(chosen.ids.long().cpu().sort(1).values, ids.sort(1).values)

@@ -64,6 +64,21 @@ MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         transformers.Qwen3_5MoeForCausalLM,
         {**HYBRID, **HYBRID_EXPERTS},
     ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        transformers.Glm4MoeForCausalLM,
+        {
+            **{"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 12, "head_dim": 16},
+            **{"num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2},
+            **{"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True},
+            "attention_bias": True,
+        },
+    ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        transformers.MiniMaxM2ForCausalLM,
+        {"head_dim": 12, "num_local_experts": 10, "num_experts_per_tok": 3, "intermediate_size": 24},
+    ),
     "qwen3_next": (
         transformers.Qwen3NextConfig,
         transformers.Qwen3NextForCausalLM,
@@ -258,6 +273,8 @@ def write_tiny_model(
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.normal_(1.0, 0.2, generator=generator)
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2, generator=generator)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

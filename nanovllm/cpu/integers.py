@@ -27,7 +27,7 @@ from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 
 ROUNDED = f"the activations that they multiply are rounded to 8 bits, {GROUP // 2} values with a scale"
-_ROUTERS = ("gate", "shared_expert_gate")
+_ROUTERS = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b")  # and gates of states
 _PRODUCTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # modules that are multiplied as one
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")  # modules that all are integers, or none is
 _ROWS = 4096  # that are read and quantised at once

@@ -68,9 +68,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     dtype: str  # of the checkpoint
-    dual_chunk: int | None = (
-        None  # up to this length dual chunk attention equals full attention; None: always
-    )
+    dual_chunk: int | None = None  # up to this length it equals full attention; None: always
     quant: QuantConfig = field(default_factory=QuantConfig)  # of the checkpoint
     architecture: str = ""
     eos_token_ids: tuple[int, ...] = ()

@@ -46,6 +46,9 @@ class MoESpec(Mixture):
     block: str = "mlp"  # the names in a checkpoint
     router: str = "gate"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "shared_expert"
+    shared_gate: bool = True  # whether a gate weighs the shared expert
+    factor: float = 1.0  # of the sum of a row's experts
 
     def __post_init__(self) -> None:
         if self.num_experts > _MAX_EXPERTS:
@@ -72,6 +75,10 @@ class MoESpec(Mixture):
                 f"hidden_size {hidden_size} of config.json is not a multiple of {multiple}, which a mixture "
                 f"of experts in {str(dtype).removeprefix('torch.')} needs on a GPU; use device='cpu'{also}"
             )
+
+    def router_of(self, hidden_size: int) -> nn.Module:
+        """What makes logits of rows; the softmax of the largest ones weighs the chosen experts."""
+        return ReplicatedLinear(hidden_size, self.num_experts, self.bias)
 
     def has_experts(self, layer: int) -> bool:
         return layer not in self.dense and (layer + 1) % self.step == 0
@@ -230,11 +237,13 @@ class MoE(nn.Module):
         super().__init__()
         self.spec = spec
         self.record: torch.Tensor | None = None  # [most rows, top_k] int16: where it writes rows' experts
-        self.add_module(spec.router, ReplicatedLinear(hidden_size, spec.num_experts, spec.bias))
+        self.add_module(spec.router, spec.router_of(hidden_size))
         self.experts = Experts(hidden_size, spec, tp)
+        self._shared = [] if shared is None else [shared]  # in a list, so that its name is the files'
         if shared is not None:
-            self.shared_expert = shared
-            self.shared_expert_gate = ReplicatedLinear(hidden_size, 1)
+            self.add_module(spec.shared, shared)
+            if spec.shared_gate:
+                self.shared_expert_gate = ReplicatedLinear(hidden_size, 1)
 
     def forward(self, x: Normed, step: Step) -> torch.Tensor:
         """x [T, hidden_size] -> a term of the stream, of the same shape. Tokens are independent."""
@@ -246,8 +255,13 @@ class MoE(nn.Module):
         term: torch.Tensor = self.experts(x, routing)
         if self.record is not None:
             self.record[: len(rows)] = routing.chosen().ids
-        if self.spec.shared_width is not None:
-            product: Product = self.shared_expert(x, step)
-            share = self.shared_expert_gate(rows).sigmoid()
-            term = torch.addcmul(term, share, product.tensor())  # the sum is rounded once
+        if self.spec.factor != 1.0:
+            term = term * self.spec.factor
+        for shared in self._shared:
+            product: Product = shared(x, step)
+            if self.spec.shared_gate:
+                share = self.shared_expert_gate(rows).sigmoid()
+                term = torch.addcmul(term, share, product.tensor())  # the sum is rounded once
+            else:
+                term = term + product.tensor()
         return term

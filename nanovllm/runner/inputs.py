@@ -44,9 +44,7 @@ class BatchInputs(Generic[A]):
     attention: AttentionColumns[A]
     # The tokens whose hidden states are needed, ascending; None: all.
     wanted_rows: Annotated[A, Column(np.int32, lambda n: (n.tokens,))] | None
-    halves: (
-        tuple[AttentionColumns[A], AttentionColumns[A]] | None
-    )  # of `attention`, the same tokens in two parts
+    halves: tuple[AttentionColumns[A], AttentionColumns[A]] | None  # of `attention`, the same tokens
     sampling: SamplingColumns[A]
 
 

@@ -212,3 +212,8 @@ def test_sleep(model: Path, prompts: list) -> None:
             llm.wake_up()
             again = [output["token_ids"] for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
             assert again == before
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(12, 3), (128, 8), (256, 8)])
+def test_routing_of_chosen_experts(experts: int, top_k: int) -> None:
+    moe_cases.check_chosen(experts, top_k, "cuda")

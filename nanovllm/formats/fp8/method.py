@@ -268,4 +268,4 @@ def check_choices(where: str, stated: Mapping[str, Any], supported: Mapping[str,
             raise ValueError(f"{where}: {key} {stated.get(key)!r} is not supported; supported: {names}")
 
 
-ON_THE_FLY = Fp8Config(ignored=("gate", "shared_expert_gate"))  # but routers
+ON_THE_FLY = Fp8Config(ignored=("gate", "shared_expert_gate", "in_proj_a", "in_proj_b"))  # but routers, gates

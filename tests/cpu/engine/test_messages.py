@@ -165,7 +165,7 @@ def test_messages(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_memory_of_a_cpu_is_said_in_plain_words(caplog: pytest.LogCaptureFixture) -> None:
-    space = KVCacheSpace("cpu", free=2**35, total=2**35, budget=2**32, reserve=0, per_block=2**20)
+    space = KVCacheSpace("cpu", free=2**33, total=2**35, budget=2**32, reserve=0, per_block=2**20)
     with caplog.at_level(logging.WARNING):
         fit_kv_cache([space], Config("m"), 16, 10**6)
     [text] = caplog.messages

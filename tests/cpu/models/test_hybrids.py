@@ -267,3 +267,13 @@ def test_what_doctor_counts(tmp_path: Path) -> None:
     assert pool_bytes(halves, model, device) == pool_bytes(options, model, device) // 2
     plain = load_model_config(write_tiny_model(tmp_path / "plain", "qwen3"))
     assert pool_bytes(options, plain, device) == 0
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_gates_are_not_quantised_on_the_fly(tmp_path: Path, quantization: str) -> None:
+    """Decays are exponentials of them."""
+    folder = write_tiny_model(tmp_path, "qwen3_5")
+    with make_tiny(folder, quantization=quantization, num_kvcache_blocks=30) as llm:
+        [first, *_] = inside.model(llm).state_layers
+        assert type(first.gates_proj.method) is not type(first.in_proj.method)
+        assert len(llm.generate([PROMPT], GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
