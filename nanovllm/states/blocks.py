@@ -21,6 +21,8 @@ from nanovllm.plan.sequence import Room, Sequence
 from nanovllm.states.policy import StatePolicy
 from nanovllm.states.spec import num_kept
 
+MOST_PAST = 16  # tokens with which a template begins an answer
+
 
 class Kept(NamedTuple):
     """A kept state: after these tokens, int32."""
@@ -76,6 +78,15 @@ class KeptStates:
         if key in self._ends:
             self._partings[key] = self._ends.pop(key)
 
+    def past(self, tokens: bytes) -> int:
+        """How many tokens a prompt whose end is kept has after these, with which it begins; 0 if none has a
+        few more: the beginning of an answer, which a template does not repeat in a chat that goes on."""
+        for kept in self._ends.values():
+            more = (len(kept.tokens) - len(tokens)) // TOKEN_BYTES
+            if 0 < more <= MOST_PAST and kept.tokens.startswith(tokens):
+                return more
+        return 0
+
     def clear(self) -> None:
         for _, kept in self._all():
             self._free.append(kept.row)
@@ -122,6 +133,7 @@ class StateBlocks(BlockManager):
         self.kept = KeptStates(policy.num_seqs, num_kept(policy.num_seqs))
         self._found: Found = [], PADDING, 0
         self._wanted: dict[int, list[tuple[int, bool]]] = {}  # by sequence: positions, and whether an end
+        self._past = 0  # tokens after those with which a chat goes on, at the end of its prompt
         # Of the step being planned: (kept row, sequence, position, whether it is saved), and these rows.
         self._moves: list[tuple[int, Sequence, int, bool]] = []
         self._read: set[int] = set()
@@ -145,10 +157,14 @@ class StateBlocks(BlockManager):
             if begin < seq.num_prompt_tokens:
                 self.kept.part(kept.tokens)
         if self.enable_prefix_caching:
-            end = seq.num_known_tokens
-            partings = {shared, end - 1 if seq.params.n > 1 else 0}
-            wanted = [(each, False) for each in partings if begin < each < end]
-            self._wanted[seq.seq_id] = sorted([*wanted, (end, True)])
+            if shared > begin:
+                self._past = self.kept.past(seq.token_bytes(0, shared)) or self._past
+            known = seq.num_known_tokens
+            partings = {shared, known - 1 if seq.params.n > 1 else 0}
+            wanted = {each: False for each in partings if begin < each < known}
+            if begin < (end := known - self._past):
+                wanted.setdefault(end, True)
+            self._wanted[seq.seq_id] = sorted(wanted.items())
         return True
 
     def _find_prefix(self, seq: Sequence) -> Found:

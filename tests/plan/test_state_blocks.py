@@ -35,7 +35,8 @@ def test_instructions_in_any_order() -> None:
     instructions = [[kind] * 15 for kind in (40, 41, 42)]
     rng = random.Random(1)
     order = [rng.randrange(3) for _ in range(40)]
-    prompts = [[*instructions[kind], 1 + row % 30, 2, row // 30 + 3] for row, kind in enumerate(order)]
+    own = [[1 + row % 30, row // 30 + 3, *[2] * 17] for row in range(40)]
+    prompts = [[*instructions[kind], *more] for kind, more in zip(order, own, strict=True)]
     run_all(loop, prompts, [ONE] * 40)
     missed = sum(count < 15 for count in cached(loop))
     assert missed == 6, cached(loop)  # two of each
@@ -47,6 +48,20 @@ def test_a_chat_goes_on_from_the_end_of_its_prompt() -> None:
     [answer] = run_all(loop, [SHARED], [params])
     run_all(loop, [[*SHARED, *answer, 7, 8]], [params])
     assert cached(loop) == [0, len(SHARED)]
+
+
+def test_a_chat_whose_template_drops_the_beginning_of_an_answer() -> None:
+    """Such as that of thinking: the third turn, and the second one of later chats, begin before it."""
+    loop, params = make_loop(states=True, num_blocks=200, max_model_len=200), ONE
+    begin = [45, 46]  # which only the last turn has
+    turns = [[*SHARED], [*SHARED, 30, 31, 32], [*SHARED, 30, 31, 32, 33, 34]]
+    for turn in turns:
+        run_all(loop, [[*turn, *begin]], [params])
+    assert cached(loop) == [0, 0, 24]
+    others = [[7] * 15, [*[7] * 15, 8, 9]]
+    for turn in others:
+        run_all(loop, [[*turn, *begin]], [params])
+    assert cached(loop)[3:] == [0, 15]
 
 
 def test_equal_prompts_with_n_are_computed_once() -> None:
