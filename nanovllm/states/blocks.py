@@ -78,13 +78,16 @@ class KeptStates:
         if key in self._ends:
             self._partings[key] = self._ends.pop(key)
 
-    def past(self, tokens: bytes) -> int:
-        """How many tokens a prompt whose end is kept has after these, with which it begins; 0 if none has a
-        few more: the beginning of an answer, which a template does not repeat in a chat that goes on."""
+    def past(self, prompt: bytes, shared: int) -> int:
+        """How many tokens another prompt, whose end is kept, has after the first `shared` ones, if these are
+        the same with which this prompt ends; 0 if there is none. They are the beginning of an answer, which
+        a template does not repeat in a chat that goes on."""
+        begins = shared * TOKEN_BYTES
         for kept in self._ends.values():
-            more = (len(kept.tokens) - len(tokens)) // TOKEN_BYTES
-            if 0 < more <= MOST_PAST and kept.tokens.startswith(tokens):
-                return more
+            rest = kept.tokens[begins:]
+            is_short = 0 < len(rest) <= MOST_PAST * TOKEN_BYTES
+            if is_short and prompt.endswith(rest) and kept.tokens.startswith(prompt[:begins]):
+                return len(rest) // TOKEN_BYTES
         return 0
 
     def clear(self) -> None:
@@ -158,7 +161,8 @@ class StateBlocks(BlockManager):
                 self.kept.part(kept.tokens)
         if self.enable_prefix_caching:
             if shared > begin:
-                self._past = self.kept.past(seq.token_bytes(0, shared)) or self._past
+                prompt = seq.token_bytes(0, seq.num_known_tokens)
+                self._past = self.kept.past(prompt, shared) or self._past
             known = seq.num_known_tokens
             partings = {shared, known - 1 if seq.params.n > 1 else 0}
             wanted = {each: False for each in partings if begin < each < known}
