@@ -76,6 +76,8 @@ FAMILIES: dict[str, str] = {
     "Exaone4ForCausalLM": "families.exaone4:EXAONE4",
     "Ernie4_5ForCausalLM": "families.ernie:ERNIE",
     "GptOssForCausalLM": "families.gpt_oss:GPT_OSS",
+    "GraniteSWAForCausalLM": "families.granite:GRANITE_SWA",
+    "MellumForCausalLM": "families.mellum:MELLUM",
     "Glm4MoeForCausalLM": "families.glm4_moe:GLM4_MOE",
     "MiniMaxM2ForCausalLM": "families.glm4_moe:MINIMAX_M2",
     "Qwen3NextForCausalLM": "families.qwen3_next:QWEN3_NEXT",

@@ -64,6 +64,28 @@ MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         transformers.Qwen3_5MoeForCausalLM,
         {**HYBRID, **HYBRID_EXPERTS},
     ),
+    "granite_swa": (
+        transformers.GraniteSWAConfig,
+        transformers.GraniteSWAForCausalLM,
+        {
+            **{"num_hidden_layers": 4, "sliding_window": 6, "layer_rope_theta": [1e4, 300.0, 0, 1e4]},
+            **{"attention_multiplier": 0.3, "residual_multiplier": 0.8, "logits_scaling": 2.0},
+            "embedding_multiplier": 1.5,
+        },
+    ),
+    "mellum": (
+        transformers.MellumConfig,
+        transformers.MellumForCausalLM,
+        {
+            **{"num_hidden_layers": 3, "layer_types": [_SLIDING, _FULL, _SLIDING], "sliding_window": 6},
+            **{"mlp_layer_types": ["dense", "sparse", "sparse"], "head_dim": 16, "num_experts": 10},
+            **{"num_experts_per_tok": 3, "moe_intermediate_size": 24},
+            "rope_parameters": {
+                _FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+                _SLIDING: {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
     "glm4_moe": (
         transformers.Glm4MoeConfig,
         transformers.Glm4MoeForCausalLM,

@@ -1,6 +1,7 @@
 """Granite 3 and 4, dense: Llama with a multiplier of embeddings, of each block, of scores and of logits.
 
 Granite 4's files call themselves hybrid. Only those whose layers all have attention and no experts are read.
+Granite swash has windows and sinks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.attention.base import AttentionSpec
 from nanovllm.families.llama import LLAMA
 from nanovllm.formats.config_json.values import layer_kinds, number
 from nanovllm.layers.stream import AnyStream, Step
@@ -28,11 +30,36 @@ class GraniteFamily(ModelFamily):
         config = super().read(hf)
         return replace(
             config,
-            attention=(replace(config.spec(0), scale=number(hf, "attention_multiplier")),),
+            attention=tuple(
+                replace(spec, scale=number(hf, "attention_multiplier")) for spec in config.attention
+            ),
             embedding_multiplier=number(hf, "embedding_multiplier"),
             residual_multiplier=number(hf, "residual_multiplier"),
             logit_multiplier=1.0 / number(hf, "logits_scaling"),
         )
+
+
+class GraniteSWAFamily(GraniteFamily):
+    """Granite swash: sinks, a window in three of four layers, and each layer's theta of rope; 0: no rope."""
+
+    def read(self, hf: HFConfig) -> ModelConfig:
+        config = super().read(hf)
+        specs = [replace(config.spec(layer), sinks=True) for layer in range(config.num_layers)]
+        thetas = hf.get("layer_rope_theta")
+        if thetas is not None:
+            fits = isinstance(thetas, list) and len(thetas) == len(specs)
+            if not fits or not all(type(theta) in (int, float) and theta >= 0 for theta in thetas):
+                raise ValueError(
+                    f"config.json: layer_rope_theta must be a number for each of {len(specs)} layers, not "
+                    f"{thetas!r}"
+                )
+            specs = [_with_theta(spec, float(theta)) for spec, theta in zip(specs, thetas, strict=True)]
+        return replace(config, attention=tuple(specs))
+
+
+def _with_theta(spec: AttentionSpec, theta: float) -> AttentionSpec:
+    assert spec.rope is not None
+    return replace(spec, rope=replace(spec.rope, theta=theta) if theta else None)
 
 
 class _SharedMLP(GatedMLP):
@@ -101,5 +128,26 @@ GRANITE_HYBRID = GraniteHybridFamily(
     o_bias="attention_bias",
     kinds=lambda hf: layer_kinds(hf, lambda layer: False),
     layer=GraniteHybridLayer,
+    reads=_READS,
+)
+GRANITE_SWA = GraniteSWAFamily(
+    defaults={
+        **LLAMA.defaults,
+        "vocab_size": 100352,
+        "hidden_size": 2560,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "tie_word_embeddings": True,
+        "eos_token_id": 100257,
+    },
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    kinds=lambda hf: layer_kinds(hf, lambda layer: layer % 4 != 0),
     reads=_READS,
 )

@@ -80,6 +80,12 @@ def test_the_router_of_a_model_in_bfloat16_is_float32(tmp_path: Path, family: st
         ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace must be a number of layers"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm False is not supported"),
+        (
+            "granite_swa",
+            {"layer_rope_theta": [1e4]},
+            "layer_rope_theta must be a number for each of 4 layers",
+        ),
+        ("mellum", {"mlp_layer_types": ["moe"] * 3}, "mlp_layer_types must be 'dense' or 'sparse'"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
