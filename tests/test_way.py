@@ -35,7 +35,7 @@ def test_the_walk_through_the_code_is_that_of_a_prompt(way: Way) -> None:
 
 
 def test_the_afternoon_of_the_readme_is_that_of_a_prompt(way: Way) -> None:
-    """README counts the files and the lines, to the nearest hundred, that a reader opens; and how many run."""
+    """README counts the files and lines, to the nearest hundred, that a reader opens, and how many run."""
     shown = r"(\d+) files\s+of\s+([\d,]+)\s+lines,\s+of\s+which\s+two\s+fifths\s+run"
     found = re.search(shown, (ROOT / "README.md").read_text())
     assert found is not None
