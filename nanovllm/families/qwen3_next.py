@@ -73,11 +73,13 @@ class HybridLayer(nn.Module):
             self.linear_attn = GatedDeltaNet(config, state, tp, packed)
         self._mixer = "self_attn" if state is None else "linear_attn"
         self.post_attention_layernorm = layer_norm(config, tp)
-        self.mlp: nn.Module = GatedMLP(config, build)
+        self.mlp: nn.Module
         if isinstance(moe, MoESpec) and moe.has_experts(index):
             width = moe.shared_width
             shared = GatedMLP(replace(config, intermediate_size=width), build) if width else None
             self.mlp = MoE(config.hidden_size, moe, tp, shared)
+        else:
+            self.mlp = GatedMLP(config, build)
 
     def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
         """keep [n]: only these rows are needed after the first block; but a record has the experts of all."""

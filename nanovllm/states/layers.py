@@ -5,7 +5,6 @@ Owns the layer's part of the pool of states; which rows a step reads and writes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -134,8 +133,3 @@ class GatedDeltaNet(WeightLayer):
         gated = gated_norm(out, z.unflatten(1, (-1, heads.v_dim)), self.norm.weight, self.norm.eps)
         product: Product = self.out_proj(gated.flatten(1))
         return product
-
-
-def state_layers(layers: Sequence[torch.nn.Module]) -> list[GatedDeltaNet]:
-    """Those that keep states."""
-    return [each for layer in layers for each in layer.modules() if isinstance(each, GatedDeltaNet)]
