@@ -126,26 +126,12 @@ class SamplingColumns(Generic[A]):
     # The least share of the likeliest token's probability.
     min_p: Annotated[A, parameter(np.float32, 0, "in [0, 1]; 0 keeps all tokens", lambda p: 0 <= p <= 1)]
 
-    @property
-    def has_filters(self) -> bool:
-        """Whether any row uses a filter. Only on the host."""
-        return any((getattr(self, name) != column.neutral).any() for name, column in FILTERS.items())
-
 
 # The fields of `SamplingParams` that are columns of each step, by name.
 SAMPLING_PARAMETERS = {
     name: column for name, [column] in _fields(SamplingColumns).items() if name not in ("seeds", "positions")
 }
 FILTERS = {name: column for name, column in SAMPLING_PARAMETERS.items() if name != "temperature"}
-
-
-PENALTIES = {  # by their fields of `SamplingParams`
-    "repetition_penalty": parameter(np.float32, 1, "above 0; 1 changes nothing", lambda value: value > 0),
-    **dict.fromkeys(
-        ("frequency_penalty", "presence_penalty"),
-        parameter(np.float32, 0, "from -2 to 2; 0 changes nothing", lambda value: abs(value) <= 2),
-    ),
-}
 
 
 class Extras:
@@ -219,20 +205,6 @@ def greedy(num_rows: int) -> SamplingColumns[np.ndarray]:
     own = {name: np.full(num_rows, each.neutral, each.dtype) for name, each in SAMPLING_PARAMETERS.items()}
     seeds, positions = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
     return SamplingColumns(own["temperature"], seeds, positions, *[own[name] for name in FILTERS])
-
-
-_NOTHING = np.empty(0, np.int32)
-EMPTY_BATCH = Batch(
-    kind=StepKind.DECODE,
-    seq_ids=(),
-    slots=_NOTHING,
-    token_ids=_NOTHING,
-    query_lens=_NOTHING,
-    context_lens=_NOTHING,
-    tables=(_NOTHING.reshape(0, 1),),
-    draws=_NOTHING,
-    sampling=greedy(0),
-)
 
 
 def prefix_sum(lens: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""Checks of single values that callers pass: numbers that float32 holds, integers, token ids, texts.
+"""Checks of what callers pass: numbers that float32 holds, integers, token ids, texts, sampling parameters.
 
-Each returns a plain Python value, or raises TypeError or ValueError with the name, the value and what is
+Each returns plain Python values, or raises TypeError or ValueError with the name, the value and what is
 expected. In a list of rows such an error may stand in place of the row that has it.
 """
 
@@ -10,14 +10,35 @@ import math
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+
+from nanovllm.batch import SAMPLING_PARAMETERS, parameter
+from nanovllm.doors import EXTRAS, Table
 
 MAX_TEXTS = {"stop": 1000, "bad_words": 5000}  # strings
 MAX_CHARS = {"stop": 2**16, "bad_words": 2**18}  # of all strings together
 TINY, HUGE = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 NUMBERS = (int, float, np.integer, np.floating)
+SEED_LIMIT = 2**63
+MAX_N = 16_384  # vLLM's
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+PENALTIES = {  # by their fields of `SamplingParams`
+    "repetition_penalty": parameter(np.float32, 1, "above 0; 1 changes nothing", lambda value: value > 0),
+    **dict.fromkeys(
+        ("frequency_penalty", "presence_penalty"),
+        parameter(np.float32, 0, "from -2 to 2; 0 changes nothing", lambda value: abs(value) <= 2),
+    ),
+}
+_NUMBER_FIELDS = SAMPLING_PARAMETERS | PENALTIES
+_EXTRAS: Table[Any] = Table(EXTRAS)
+_EXTRA_FIELDS: dict[str, Any] = {  # with the values that ask for nothing
+    **dict.fromkeys(("logprobs", "prompt_logprobs", "allowed_token_ids", "structured_outputs")),
+    "thinking_token_budget": None,
+    **{"logit_bias": {}, "logits_processors": [], "logprob_token_ids": [], "bad_words": [], "min_tokens": 0},
+}
 _Value = TypeVar("_Value")
 BadRow: TypeAlias = "TypeError | ValueError"
 
@@ -106,7 +127,7 @@ def pack_token_ids(token_ids: Sequence[int], vocab_size: int, where: str, ordere
     """Return the ids as int32; an array of them as it is. ValueError if one is not in the vocabulary, with
     its position if the ids are `ordered`."""
     try:
-        ids = token_ids if isinstance(token_ids, array) else _packed(token_ids)
+        ids = token_ids if isinstance(token_ids, array) else pack_ints(token_ids)
         known = not token_ids or np.frombuffer(ids, np.uint32).max() < vocab_size  # negative: above 2**31
     except struct.error:  # an id does not fit into int32
         ids, known = array("i"), False
@@ -119,23 +140,9 @@ def pack_token_ids(token_ids: Sequence[int], vocab_size: int, where: str, ordere
     return ids
 
 
-def _packed(ids: Sequence[int]) -> array[int]:
+def pack_ints(ids: Sequence[int]) -> array[int]:
     """The ids as int32; struct.error if one does not fit. Three times as fast as np.array or array alone."""
     return array("i", struct.pack(f"={len(ids)}i", *ids))
-
-
-def packed_ints(ids: list[Any]) -> array[int] | None:
-    """The ids as int32; None unless all are of the type int and fit. Looks at no single id: packing
-    refuses what is no integer, an integer of another library makes the sum one, and True and False pack to 1
-    and 0."""
-    try:
-        packed = _packed(ids)
-        if type(sum(ids)) is not int:
-            return None
-    except (struct.error, TypeError):
-        return None
-    has_bool = np.frombuffer(packed, np.int32).min() <= 1 and bool in set(map(type, ids))
-    return None if has_bool else packed
 
 
 def attempt(check: Callable[..., _Value], *args: Any) -> _Value | BadRow:
@@ -159,3 +166,59 @@ def check_on_error(on_error: object) -> None:
     """Raise ValueError unless `on_error` is "raise" or "return"."""
     if on_error not in ("raise", "return"):
         raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
+
+
+class Default(int):
+    """The default of a parameter: equal to the plain number, and known as nobody's choice."""
+
+
+def checked(params: _Value) -> _Value:
+    """A copy of `SamplingParams` with plain values. Checks fields set since construction, too."""
+    copied = object.__new__(type(params))
+    vars(copied).update(checked_params(params))
+    return copied
+
+
+def checked_params(params: Any) -> dict[str, Any]:
+    """All fields of `SamplingParams`, as plain Python values; lists and dictionaries are new."""
+    values = dict(vars(params))
+    for name, column in _NUMBER_FIELDS.items():
+        given, expected = values[name], column.expected
+        if column.dtype is np.float32:
+            values[name] = check_float(name, given, expected)
+        else:
+            values[name] = check_int(name, given, -math.inf, expected)
+        if not column.is_right(values[name]):
+            raise wrong(name, given, expected)
+    values["n"] = (
+        1 if params.n is None else check_int("n", params.n, 1, f"an integer from 1 to {MAX_N}", MAX_N)
+    )
+    if values["n"] > 1 and values["temperature"] == 0:
+        fix = "they would all be equal; set a temperature above 0, or pass the prompt several times"
+        raise ValueError(f"n must be 1 with temperature=0, not {values['n']}: {fix}")
+    if params.max_tokens is not None and not isinstance(params.max_tokens, Default):
+        least = 1 if params.prompt_logprobs is None else 0
+        expected = f"an integer of at least {least}, or None for as many as fit"
+        values["max_tokens"] = check_int("max_tokens", params.max_tokens, least, expected)
+    if params.seed is not None:
+        expected = "None or an integer from -2**63 to 2**63 - 1"
+        seed = check_int("seed", params.seed, -SEED_LIMIT, expected, SEED_LIMIT - 1)
+        values["seed"] = None if seed == -1 else seed  # vLLM's other name of None
+    for name in _FLAGS:
+        check_bool(name, values[name])
+    stop_token_ids = check_token_ids("stop_token_ids", params.stop_token_ids)
+    values["stop_token_ids"] = list(dict.fromkeys(stop_token_ids))
+    values["stop"] = check_texts("stop", params.stop)
+    if values["stop"] and not params.detokenize:
+        raise ValueError(f"stop={show(params.stop)} needs detokenize=True, because it is found in the text")
+    if has_extras(params):
+        return values | _EXTRAS["params"](params, values["max_tokens"])
+    return values | {name: copy(plain) for name, plain in _EXTRA_FIELDS.items()}
+
+
+def has_extras(params: Any) -> bool:
+    """Whether a field of `SamplingParams` asks for what few requests have: see `extras/params.py`."""
+    return not all(
+        value is None or (type(value) is type(plain) and value == plain)
+        for value, plain in [(getattr(params, name), plain) for name, plain in _EXTRA_FIELDS.items()]
+    )

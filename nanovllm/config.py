@@ -26,7 +26,7 @@ _OTHER_DEVICES = ("mps", "metal", "rocm", "hip", "xpu", "hpu", "npu", "tpu", "xl
 
 
 class Option(NamedTuple):
-    """What is said of an option of `LLM`, in Markdown: the help, the flags and docs/options.md show it."""
+    """What is said of an option, in Markdown: the help, the flags and docs/options.md show it."""
 
     meaning: str
     refused: str = ""
@@ -40,9 +40,27 @@ class Option(NamedTuple):
         return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", self.meaning)
 
 
-def option(default: Any, meaning: str, refused: str = "", *, secret: bool = False, **limits: Any) -> Any:
-    """A field of `Config`; limits: those of `Option`."""
-    return field(default=default, repr=not secret, metadata={"option": Option(meaning, refused, **limits)})
+def option(
+    default: Any,
+    meaning: str,
+    refused: str = "",
+    *,
+    secret: bool = False,
+    least: int = 0,
+    choices: tuple[str, ...] = (),
+    also: Mapping[str | int, str | None] | None = None,
+) -> Any:
+    """A field that tells of itself; arguments as the fields of `Option`."""
+    about = Option(meaning, refused, least, choices, also or {})
+    return field(default=default, repr=not secret, metadata={"option": about})
+
+
+def told(cls: type[T]) -> type[T]:
+    """Decorates a dataclass: its help says what its options mean."""
+    options = [each for each in fields(cls) if "option" in each.metadata]  # type: ignore[arg-type]
+    about = [f"{each.name}: {each.metadata['option'].text}" for each in options]
+    cls.__doc__ = "\n".join([cleandoc(cls.__doc__ or ""), "", *about])
+    return cls
 
 
 def kind_of(each: Field[Any]) -> str:
@@ -59,6 +77,7 @@ if TYPE_CHECKING:
         def __set__(self, owner: object, value: U) -> None: ...
 
 
+@told
 @dataclass(frozen=True)
 class Config:
     """The options of `LLM`. Every mistake raises ValueError or TypeError with the value and the fix.
@@ -290,7 +309,3 @@ def _check_kind(name: str, kind: str, value: Any, about: Option) -> None:
             raise TypeError(f"{name} must be a dictionary of values of the file, not {value!r}")
     elif kind != "Any" and (not isinstance(value, str) or not value):
         raise TypeError(f"{name} must be a string that is not empty, not {value!r}")
-
-
-_TOLD = (f"{each.name}: {each.metadata['option'].text}" for each in fields(Config)[1:])
-Config.__doc__ = "\n".join([cleandoc(Config.__doc__ or ""), "", *_TOLD])

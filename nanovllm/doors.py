@@ -5,7 +5,8 @@ A place is "module:object" below nanovllm, such as "families.qwen3:QWEN3". Askin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from functools import cache
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -86,6 +87,7 @@ FAMILIES: dict[str, str] = {
     "Qwen3_5MoeForCausalLM": "families.qwen3_next:QWEN3_5_MOE",
     "Qwen3_5MoeForConditionalGeneration": "families.qwen3_next:QWEN3_5_MOE",
 }
+HEADS_NORM = "families.norms:HeadsNorm"  # a norm over the heads of all ranks
 # Where a model comes from that is no folder or file here.
 MODELS = {"hub": "hub.download:download"}
 # How a `ModelFamily` reads config.json, unless it overrides that.
@@ -156,9 +158,8 @@ RANKS = {"processes": "parallel.ranks:Ranks"}
 # What text needs of a model's files.
 TEXT = {
     "match_files": "formats.tokenizer_json.match:match_files",  # makes a tokenizer give the ids of its files
-    "templates": "chat.templates:TemplateProcess",  # applies chat templates
     "parsing": "reasoning.processor:ParsingProcessor",  # a `Processor` that separates thinking and tool calls
-    "written_end": "chat.ends:with_written_end",  # the token by which a template ends an answer
+    "written_end": "chat.ends:add_written_end",  # has answers end by what a template writes after them
 }
 # What counts the entries of a `History`, when somebody asks.
 COUNTS = {"steps": "stats.timeline:Timeline", "answers": "vllm.metrics:RequestTimes"}
@@ -182,7 +183,7 @@ EXTRAS = {
     "dead_end": "extras.planned:dead_end",
     "ending": "extras.ending:ExtrasEnding",  # ends a step with `Extras`, for an `Ending`
 }
-# What the door of CPUs does in place of Triton, cuBLAS and CUDA graphs; see `device.cpu_door`.
+# What the door of CPUs does in place of Triton, cuBLAS and CUDA graphs; see `cpu_door`.
 CPU = {
     "has_kernels": "cpu.isa:has_kernels",
     "has_bf16": "cpu.isa:has_bf16",
@@ -192,3 +193,18 @@ CPU = {
     "compile_ahead": "cpu.ahead:compile_ahead",
 }
 CPU_KERNELS = "cpu.kernels"  # the folder of kernels that are siblings of those in kernels/
+
+
+@cache
+def cpu_door(name: str) -> Callable[..., Any]:
+    """A function of the door of CPUs, imported on use:
+
+    - has_kernels() -> bool: whether its kernels run on this CPU; else torch computes
+    - has_bf16() -> bool: whether this CPU multiplies bfloat16 faster than float32
+    - say_what_is_missing(): once, what would make this CPU faster
+    - linear_method(shape, options, kind) -> the `LinearMethod` of a weight in floats; None: the core's
+    - recorded_steps() -> `RecordedSteps` of `runner/batch_runner.py`; None if nothing can be recorded
+    - compile_ahead(runner): compiles the kernels that a `ModelRunner` needs and that are not kept yet
+    """
+    found: Callable[..., Any] = find(CPU[name])
+    return found

@@ -7,13 +7,15 @@ further arguments.
 from __future__ import annotations
 
 import inspect
+import struct
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
-from nanovllm.checks import packed_ints
+from nanovllm.checks import pack_ints
 from nanovllm.checks import show as show_value
 from nanovllm.names import elsewhere, others_of, refuse_unknown
 from nanovllm.params import SamplingParams
@@ -179,3 +181,17 @@ def token_ids_in(value: Any, where: str) -> Sequence[int]:
 def show(value: object) -> str:
     """The beginning of `value` and its type, for an error message."""
     return f"{show_value(value)} ({type(value).__name__})"
+
+
+def packed_ints(ids: list[Any]) -> array[int] | None:
+    """The ids as int32; None unless all are of the type int and fit. Looks at no single id: packing
+    refuses what is no integer, an integer of another library makes the sum one, and True and False pack to 1
+    and 0."""
+    try:
+        packed = pack_ints(ids)
+        if type(sum(ids)) is not int:
+            return None
+    except (struct.error, TypeError):
+        return None
+    has_bool = np.frombuffer(packed, np.int32).min() <= 1 and bool in set(map(type, ids))
+    return None if has_bool else packed

@@ -30,20 +30,6 @@ _SELDOM = 100  # factor of the threshold of new objects
 _NEVER = 2**30  # threshold of younger collections before a full one
 
 
-def finalize(owner: object, free: Callable[..., object], *args: Any) -> weakref.finalize[..., Any]:
-    """As `weakref.finalize`: `free(*args)` is called once, when `owner` is collected or Python exits.
-
-    A forked process has a copy of `owner` but does not own its resources: there nothing is freed.
-    """
-    pid = os.getpid()
-
-    def free_here() -> None:
-        if os.getpid() == pid:
-            free(*args)
-
-    return weakref.finalize(owner, free_here)
-
-
 def _keep_forever(reference: weakref.ref[Any]) -> None:
     """In a forked process, never let the object be collected: GPU libraries abort if a process frees what
     another one created. Python drops its own references at exit, so this adds one in C."""
@@ -68,7 +54,7 @@ class Lifecycle:
         self._stream: object = None  # the open one
         self._stream_thread: threading.Thread | None = None  # the one that last used it
         self._visits: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # see `visit`
-        finalize(owner, self.close)
+        weakref.finalize(owner, self.close)
         os.register_at_fork(after_in_child=partial(_keep_forever, weakref.ref(owner)))
 
     def check_open(self) -> None:

@@ -15,8 +15,9 @@ import torch
 from tensors import F16, F32, FP8, assert_near, randn
 
 from nanovllm.attention.backends import AttentionBackend
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.reference import ReferenceBackend
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.kernels import decode_attention
 from nanovllm.kernels.attention_reference import (
     paged_decode_attention_reference,

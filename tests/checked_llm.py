@@ -18,8 +18,7 @@ from nanovllm.engine import core
 from nanovllm.layers.stream import Group
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan.sequence import Sequence, SequenceStatus
-from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.ranks import RankSetup
+from nanovllm.runner.model_runner import ModelRunner, RankSetup
 
 BLOCK = 8
 

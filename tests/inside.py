@@ -345,11 +345,11 @@ def wrap_decode(
 
 def count_checks(patch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows with each check of a `SamplingParams`."""
-    from nanovllm import SamplingParams
+    from nanovllm import checks, params
 
-    calls: list[int] = []
-    checked = SamplingParams._checked
-    patch.setattr(SamplingParams, "_checked", lambda self: calls.append(1) or checked(self))
+    calls, of = list[int](), checks.checked_params
+    for module in (checks, params):
+        patch.setattr(module, "checked_params", lambda each: calls.append(1) or of(each))
     return calls
 
 

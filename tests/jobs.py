@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanovllm import demo_model_path
-from nanovllm.engine.stats import History, Load
+from nanovllm.engine.executor import Load
+from nanovllm.engine.stats import History
 from nanovllm.jobs.errors import REFUSED, JobRefusedError
 from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.run import run as run_job

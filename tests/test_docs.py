@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import inside
 import pytest
 import torch
-from options_table import shown, with_table
+from options_table import shown, with_tables
 from test_architecture import DOORS, FLOORS
 from tiny_models import write_tiny_model
 
@@ -26,7 +26,7 @@ from nanovllm.chat.templates import Limits
 from nanovllm.checks import MAX_TEXTS
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.device_memory import CPU_KV_CACHE_BYTES, SPARE_BYTES
+from nanovllm.device_facts import CPU_KV_CACHE_BYTES, SPARE_BYTES
 from nanovllm.engine.startup import TABLE_BYTES
 from nanovllm.extras import structured_outputs
 from nanovllm.extras.structured_outputs import MAX_CHARS, MAX_CHOICES
@@ -92,16 +92,13 @@ def test_every_option_is_in_its_table_with_its_default(heading: str) -> None:
 
 def test_the_table_of_options_is_written_from_them() -> None:
     """`python -m tools.options_table` writes it."""
-    assert with_table(OPTIONS) == OPTIONS
-    assert with_table(OPTIONS.replace("| `seed` | `0` |", "| `seed` | `1` |")) == OPTIONS
-    help_of_config = inspect.getdoc(Config) or ""
-    assert re.findall(r"^(\w+): ", help_of_config, re.M) == list(FIELDS["`LLM(model, ...)`"])
-    assert "](#" not in help_of_config
-
-
-def test_every_sampling_parameter_is_explained() -> None:
-    explained = re.findall(r"^(\w+): ", inspect.getdoc(SamplingParams) or "", re.M)
-    assert explained == list(FIELDS["`SamplingParams(...)`"])
+    assert with_tables(OPTIONS) == OPTIONS
+    assert with_tables(OPTIONS.replace("| `seed` | `0` |", "| `seed` | `1` |")) == OPTIONS
+    assert with_tables(OPTIONS.replace("0 is greedy.", "1 is greedy.")) == OPTIONS
+    for owner, names in zip((Config, SamplingParams), FIELDS.values(), strict=True):
+        told = inspect.getdoc(owner) or ""
+        assert re.findall(r"^(\w+): ", told, re.M) == list(names)
+        assert "](#" not in told
 
 
 def test_every_option_is_compared() -> None:

@@ -32,8 +32,7 @@ import nanovllm
 from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.parallel import ranks
 from nanovllm.parallel.watch import Watch
-from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.ranks import RankSetup
+from nanovllm.runner.model_runner import ModelRunner, RankSetup
 
 PROMPTS = [
     "What is 687087 + 67?",

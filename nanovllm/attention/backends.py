@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 
 from nanovllm import doors
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionMetadata, variant
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.device import Device
 from nanovllm.doors import Table
 from nanovllm.kernels.compat import HAS_TRITON, INTERPRET
@@ -151,7 +152,7 @@ class TritonBackend(AttentionBackend):
             spec.scale,
             None if shared is None else Shared(**vars(shared)),
             invariant=self.deterministic,
-            variant=spec.variant(sinks),
+            variant=variant(spec, sinks),
         )
 
     def replace(
@@ -183,7 +184,7 @@ class TritonBackend(AttentionBackend):
             meta.max_seqlen_q,
             spec.scale,
             invariant=self.deterministic,
-            variant=spec.variant(sinks),
+            variant=variant(spec, sinks),
             out=out,
         )
 

@@ -1,61 +1,19 @@
-"""What a layer's attention computes, and the columns of a step that it reads.
+"""The columns of a step that attention reads, and what it does beyond a causal softmax.
 
 Owns no kernel and no state.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Generic, Literal
+from dataclasses import dataclass
+from typing import Annotated, Generic
 
 import numpy as np
 import torch
 
-from nanovllm.attention.rotary import RopeConfig
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.batch import NO_SLOT, PADDING, A, Column
 from nanovllm.kernels.paged import PLAIN, Variant
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What the attention of one layer computes. The defaults are plain causal attention without positions.
-
-    In a `ModelConfig` the heads are those of the model, in a layer those of its rank.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
-    window: int | None = None  # a token attends to so many tokens, itself included; None: to all before it
-    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
-    sinks: bool = False  # a learned score for each head, which takes weight and adds nothing (gpt-oss)
-    qk_norm: Literal["head", "all"] | None = None  # RMSNorm over each head (Qwen3), or over all (OLMo 2)
-    rope: RopeConfig | None = None  # None: queries and keys are not rotated
-    v_from_k: bool = False  # values are the keys' projection, before norm and rope: there is no v_proj
-    kv_from: int | None = None  # an earlier layer whose keys and values it reads, with none of its own
-    state: Any = None  # of a layer with a state in place of all this, `StateSpec` of `states/spec.py`
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}")
-        for name in ("window", "softcap"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be positive, or None")
-        if not self.scale:
-            object.__setattr__(self, "scale", self.head_dim**-0.5)
-
-    def variant(self, sinks: torch.Tensor | None) -> Variant:
-        """What it does beyond a causal softmax, for kernels; PLAIN itself if nothing."""
-        if self.window is None and self.softcap is None and sinks is None:
-            return PLAIN
-        return Variant(self.window, self.softcap, sinks)
-
-    def of_rank(self, ranks: int) -> AttentionSpec:
-        """The same for one of `ranks` ranks, which split the heads."""
-        heads, kv_heads = self.num_heads // ranks, max(1, self.num_kv_heads // ranks)
-        return replace(self, num_heads=heads, num_kv_heads=kv_heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,3 +86,10 @@ class AttentionColumns(Generic[A]):
 
 
 AttentionMetadata = AttentionColumns[torch.Tensor]
+
+
+def variant(spec: AttentionSpec, sinks: torch.Tensor | None) -> Variant:
+    """What a layer's attention does beyond a causal softmax, for kernels; PLAIN itself if nothing."""
+    if spec.window is None and spec.softcap is None and sinks is None:
+        return PLAIN
+    return Variant(spec.window, spec.softcap, sinks)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from nanovllm.attention.backends import FEATURES, AttentionBackend
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionMetadata, variant
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.device import Device
 from nanovllm.kernels.attention_reference import (
     Gathered,
@@ -43,7 +44,7 @@ class ReferenceBackend(AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        variant = spec.variant(sinks)
+        beyond = variant(spec, sinks)
         if meta.cu_seqlens_q is None:
             if self._lens is not meta.context_lens:
                 self._lens, self._gathered = meta.context_lens, {}
@@ -52,7 +53,7 @@ class ReferenceBackend(AttentionBackend):
                 gathered = self._gathered[spec.window] = decode_gather_reference(
                     meta.block_tables, meta.context_lens, meta.max_seqlen_k, cache.k.shape[1], spec.window
                 )
-            return decode_attend_reference(q, cache, gathered, spec.scale, variant)
+            return decode_attend_reference(q, cache, gathered, spec.scale, beyond)
         return paged_prefill_attention_reference(
             q,
             cache,
@@ -61,5 +62,5 @@ class ReferenceBackend(AttentionBackend):
             meta.context_lens,
             meta.max_seqlen_q,
             spec.scale,
-            variant,
+            beyond,
         )

@@ -14,6 +14,7 @@ from nanovllm.chat.conversations import (
     parse_conversations,
     render_conversations,
 )
+from nanovllm.chat.templates import templates_of
 from nanovllm.checks import BadRow, check_on_error, raise_first
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.inputs import calls_of_llm, refuse_others
@@ -81,4 +82,4 @@ class ChatCalls(LLMEngine):
         conversations = parse_conversations(messages)
         if on_error == "raise":
             raise_first(conversations)
-        return render_conversations(self.tokenizer, conversations, options, self._processor.templates)
+        return render_conversations(self.tokenizer, conversations, options, templates_of(self._processor))

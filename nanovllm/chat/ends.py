@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nanovllm.chat.conversations import render_conversations
-from nanovllm.chat.templates import TemplateProcess
+from nanovllm.chat.templates import TemplateProcess, templates_of
+from nanovllm.text.processor import Processor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,12 @@ _CONVERSATION = [
     {"role": "user", "content": "question"},
 ]
 _OPTIONS = {"add_generation_prompt": False, "continue_final_message": False}
+
+
+def add_written_end(processor: Processor) -> None:
+    """Have answers end by the token, too, that the chat template writes after them."""
+    process = templates_of(processor)
+    processor.own_eos = with_written_end(processor.tokenizer, processor.eos_token_ids, process)
 
 
 def with_written_end(

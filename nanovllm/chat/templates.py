@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm.chat.message_forms import Forms
-from nanovllm.lifecycle import finalize
+from nanovllm.parallel.owned import finalize
+from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import portions
 
 _PORTION_BYTES = 2**16  # of conversations in one message; at least one
@@ -137,6 +138,18 @@ class TemplateProcess:
                 f"{sys.executable} -c 'import nanovllm.chat.templates, transformers, jinja2'"
             ) from None
         return self._worker
+
+
+_MAKING = threading.Lock()
+
+
+def templates_of(processor: Processor) -> TemplateProcess:
+    """The process of an engine's `Processor`, which ends it; any thread may be the first to use it."""
+    with _MAKING:
+        if processor.templates is None:
+            processor.templates = TemplateProcess()
+    found: TemplateProcess = processor.templates
+    return found
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from nanovllm.attention.backends import FEATURES, AttentionBackend
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionMetadata, variant
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.cpu import isa
 from nanovllm.device import Device
 from nanovllm.kernels.compat import cpu_kernel
@@ -40,13 +41,13 @@ class CPUBackend(AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        variant = spec.variant(sinks)
+        beyond = variant(spec, sinks)
         tables, lens = meta.block_tables, meta.context_lens
         done: torch.Tensor
         if meta.cu_seqlens_q is None:
             attend = cpu_kernel("decode_attention.paged_decode_attention")
-            done = attend(q, cache, tables, lens, meta.max_seqlen_k, spec.scale, variant)
+            done = attend(q, cache, tables, lens, meta.max_seqlen_k, spec.scale, beyond)
             return done
         attend, starts = cpu_kernel("prefill_attention.paged_prefill_attention"), meta.cu_seqlens_q
-        done = attend(q, cache, tables, starts, lens, meta.max_seqlen_q, spec.scale, variant)
+        done = attend(q, cache, tables, starts, lens, meta.max_seqlen_q, spec.scale, beyond)
         return done

@@ -6,12 +6,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from nanovllm.batch import EMPTY_BATCH
+import numpy as np
+
+from nanovllm.batch import Batch, StepKind, greedy
 from nanovllm.cuda_graphs.graphs import CUDAGraphs, Rehearsal, graph_sizes
 from nanovllm.cuda_graphs.prefill import PrefillGraphs, most_tokens
-from nanovllm.runner.batch_runner import GraphOutput, SharedRows
 from nanovllm.runner.inputs import prepare_decode
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.protocols import GraphOutput, SharedRows
+
+_NOTHING = np.empty(0, np.int32)
+EMPTY_BATCH = Batch(
+    kind=StepKind.DECODE,
+    seq_ids=(),
+    slots=_NOTHING,
+    token_ids=_NOTHING,
+    query_lens=_NOTHING,
+    context_lens=_NOTHING,
+    tables=(_NOTHING.reshape(0, 1),),
+    draws=_NOTHING,
+    sampling=greedy(0),
+)
 
 
 def capture(runner: ModelRunner, progress: bool) -> None:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.attention.backends import AttentionBackend
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionMetadata
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.batch import NO_SLOT
 from nanovllm.device import Device
 from nanovllm.kernels.paged import KVCache

@@ -14,16 +14,17 @@ from typing import Any, ClassVar, TypeAlias
 
 from nanovllm.answers import RequestOutput
 from nanovllm.batch import Batch, StepKind, TokenEvents
-from nanovllm.device import Device, cpu_door
+from nanovllm.device import Device
+from nanovllm.doors import cpu_door
+from nanovllm.engine.executor import Load
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
-from nanovllm.engine.stats import Load, StepStats, pairs_of
+from nanovllm.engine.stats import StepStats, pairs_of
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Room
 from nanovllm.runner.inputs import PendingOutput
-from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.ranks import RankSetup
+from nanovllm.runner.model_runner import ModelRunner, RankSetup
 from nanovllm.runner.start import start_ranks
 from nanovllm.text.prompts import Request
 

@@ -5,12 +5,22 @@ It speaks of requests, never of tokens or blocks. It admits no callers: the engi
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nanovllm.answers import RequestOutput
-from nanovllm.engine.stats import Load, StepStats
+from nanovllm.engine.stats import StepStats
 from nanovllm.plan.sequence import Room
 from nanovllm.text.prompts import Request
+
+
+class Load(NamedTuple):
+    """What an executor has to do, now."""
+
+    num_requests: int  # unfinished
+    num_running: int  # sequences
+    num_waiting: int  # sequences
+    kv_cache_usage: float  # share of the blocks that sequences hold
+    peak_kv_cache_usage: float  # since the start; when a step is planned, it is highest
 
 
 class Executor(Protocol):

@@ -15,7 +15,6 @@ from nanovllm.answers import RequestOutput
 from nanovllm.checks import BadRow, attempt, check_on_error, raise_first
 from nanovllm.config import Config
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.requests import refused_output
 from nanovllm.engine.startup import recommended_params
 from nanovllm.engine.stats import History, LengthHint, Progress, StepStats, progress_of
 from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
@@ -46,13 +45,6 @@ class Generation:
     _history: History
     _next_id = 0  # of the next request
     _awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The defaults for `sampling_params`, from the model's generation_config.json, see `Config`.
-
-        ValueError or TypeError if a value there is wrong.
-        """
-        return recommended_params(self._defaults)
 
     def generate(
         self,
@@ -155,7 +147,7 @@ class Generation:
     def _params(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams | BadRow]:
-        chosen = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        chosen = recommended_params(self._defaults) if sampling_params is None else sampling_params
         return parse_sampling_params(chosen, num_prompts)
 
     def _check(
@@ -179,7 +171,9 @@ class Generation:
             raise_first(fitting)
         self._next_id = first_id + len(prompts)
         return [row for row in fitting if isinstance(row, Request)], [
-            refused_output(first_id + row, first_index + row, requests[row], prompts[row], error)
+            self._processor.extras.refused(
+                first_id + row, first_index + row, requests[row], prompts[row], error
+            )
             for row, error in enumerate(fitting)
             if not isinstance(error, Request)
         ]

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 from nanovllm.config import Config
 from nanovllm.engine.core import Core
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.startup import OpenedModel, open_model, warn_of_options
+from nanovllm.engine.startup import OpenedModel, open_model, recommended_params, warn_of_options
 from nanovllm.engine.stats import History
 from nanovllm.inputs import calls_of_llm
 from nanovllm.lifecycle import Lifecycle
+from nanovllm.params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,6 +74,13 @@ class LLMEngine(Generation):
         with self._calling(asleep=True):
             self._check_idle("setting the tokenizer")
             self._executor.set_tokenizer(tokenizer)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The defaults for `sampling_params`, from the model's generation_config.json, see `Config`.
+
+        ValueError or TypeError if a value there is wrong.
+        """
+        return recommended_params(self._defaults)
 
     # -- between requests --------------------------------------------------------------------------------
 

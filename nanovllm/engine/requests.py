@@ -7,7 +7,6 @@ Processor handles text.
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -17,13 +16,13 @@ from typing import Any
 import xxhash
 
 from nanovllm.answers import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm.batch import PENALTIES, Batch, TokenEvents
-from nanovllm.checks import BadRow
+from nanovllm.batch import Batch, TokenEvents
+from nanovllm.checks import PENALTIES, has_extras
 from nanovllm.doors import EXTRAS, STREAMS, Table
 from nanovllm.params import SamplingParams
 from nanovllm.plan.sequence import Sequence
 from nanovllm.text.processor import Processor
-from nanovllm.text.prompts import Prompt, Request
+from nanovllm.text.prompts import Request
 
 _EXTRAS: Table[Any] = Table(EXTRAS)
 _STREAMS: Table[Any] = Table(STREAMS)
@@ -88,7 +87,7 @@ class Requests:
         """What a sequence asks for besides tokens, of the door; None for most."""
         params = request.params
         if params is not self._plain:
-            if params.has_extras or any(
+            if has_extras(params) or any(
                 getattr(params, name) != each.neutral for name, each in PENALTIES.items()
             ):
                 return _EXTRAS["sequence"](request, index, self.processor.eos_token_ids)
@@ -210,7 +209,7 @@ class Requests:
         stop = self._stops.pop(seq.seq_id, None)
         token_ids = seq.completion_token_ids
         if stop is not None and stop.found is not None:
-            output = self.processor.stopped_completion(request, index, token_ids, stop)
+            output: CompletionOutput = stop.completion(request.params, index, token_ids)
         else:
             assert seq.finish_reason is not None
             output = self.processor.completion(request, index, token_ids, seq.finish_reason, seq.stop_reason)
@@ -218,7 +217,7 @@ class Requests:
             return output
         computed = seq.num_prompt_tokens + len(output.token_ids) - 1  # not the last token
         output.routed_experts = seq.extras.routed_experts(computed)
-        return self.processor.with_logprobs(output, request, seq.extras.logprobs)
+        return self.processor.extras.with_logprobs(output, request, seq.extras.logprobs)
 
 
 def sequence_seed(request: Request, index: int, engine_seed: int) -> int:
@@ -236,17 +235,3 @@ def sequence_seed(request: Request, index: int, engine_seed: int) -> int:
 def drawn_seed(seed: int, number: int) -> int:
     """The seed of request, completion or row `number`, derived from `seed`; at most 63 bits."""
     return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed % 2**64, number)) >> 1
-
-
-def refused_output(
-    request_id: int, index: int, request: Request | BadRow, prompt: Prompt | BadRow, error: BadRow
-) -> RequestOutput:
-    """Return the output of a prompt that cannot run, with the known part of the prompt."""
-    text: str | None = None
-    ids: array[int] | list[int] = []
-    if isinstance(request, Request):
-        text, ids = request.prompt, request.prompt_token_ids
-    elif isinstance(prompt, Prompt):
-        text, ids = prompt.text, list(prompt.token_ids or ())
-    answer = CompletionOutput(0, "", [], finish_reason="error")
-    return RequestOutput(str(request_id), text, ids, None, [answer], error=str(error), index=index)

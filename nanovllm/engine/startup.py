@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanovllm.attention.backends import cache_dtype
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
-from nanovllm.device import Device, cpu_door
-from nanovllm.device_memory import CPU_KV_CACHE_BYTES
-from nanovllm.doors import EXTRAS, STATES, TEXT, Table, find
+from nanovllm.device import Device
+from nanovllm.device_facts import CPU_KV_CACHE_BYTES
+from nanovllm.doors import EXTRAS, STATES, TEXT, Table, cpu_door, find
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import (
@@ -165,7 +165,7 @@ def make_processor(config: Config, path: Path, model_config: ModelConfig) -> Pro
         make = partial(_TEXT["parsing"], config)
     processor = make(tokenizer, model_config.vocab_size, ends, config.max_logprobs)
     if not open_checkpoint(path).states_ends:
-        processor.add_written_end()
+        _TEXT["written_end"](processor)
     return processor
 
 

@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter, time
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from nanovllm.answers import RequestMetrics, RequestOutput, unlisted
 from nanovllm.batch import Batch, StepKind
+from nanovllm.checks import Default
 from nanovllm.doors import COUNTS, PROGRESS, Table
-from nanovllm.params import MAX_TOKENS, Default, SamplingParams
+from nanovllm.params import MAX_TOKENS, SamplingParams
 
 logger = logging.getLogger("nanovllm")
 
@@ -50,16 +51,6 @@ class StepStats:
     num_waiting: int  # sequences
     kv_cache_usage: float  # share of the blocks that sequences hold
     num_preemptions: int = 0  # sequences that gave up their blocks for this step
-
-
-class Load(NamedTuple):
-    """What an executor has to do, now."""
-
-    num_requests: int  # unfinished
-    num_running: int  # sequences
-    num_waiting: int  # sequences
-    kv_cache_usage: float  # share of the blocks that sequences hold
-    peak_kv_cache_usage: float  # since the start; when a step is planned, it is highest
 
 
 def pairs_of(batch: Batch) -> int:

@@ -140,7 +140,7 @@ class ExtraCalls(LLMEngine):
             return [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
 
         ends, longest = self._processor.eos_token_ids, self._executor.room.max_model_len
-        return beam_search(ids, params, next_tokens, ends, self._processor.decode, longest)
+        return beam_search(ids, params, next_tokens, ends, self._processor.extras.decode, longest)
 
     def _check_returns_logprobs(self, call: str) -> None:
         """ValueError if `logprobs_mode` returns logits, whose sums mean nothing."""

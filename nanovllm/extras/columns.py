@@ -11,7 +11,7 @@ from typing import Any, Generic
 
 import numpy as np
 
-from nanovllm.batch import A, B, Extras
+from nanovllm.batch import FILTERS, A, B, Extras, SamplingColumns
 
 NO_LOGPROBS = -1  # as a number of likeliest tokens: no logprobs, not even the token's own
 
@@ -133,3 +133,8 @@ class ExtraOutput(Generic[A]):
             for each in (self.logprobs, self.scores)
         )
         return ExtraOutput(logprobs, scores)
+
+
+def has_filters(sampling: SamplingColumns[np.ndarray]) -> bool:
+    """Whether any row uses a filter."""
+    return any((getattr(sampling, name) != column.neutral).any() for name, column in FILTERS.items())

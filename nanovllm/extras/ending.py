@@ -20,6 +20,7 @@ from nanovllm.extras.columns import (
     ScoredTokens,
     TokenMasks,
     WantedTokens,
+    has_filters,
 )
 from nanovllm.extras.kernels.logprobs import token_logprobs
 from nanovllm.extras.logits_processors import call_processor
@@ -33,7 +34,7 @@ from nanovllm.kernels.logits import (
     restart_counts,
 )
 from nanovllm.kernels.sampling import filtered_logits, sample
-from nanovllm.runner.ending import Ending
+from nanovllm.runner.batch_runner import Ending
 from nanovllm.runner.inputs import BatchInputs, last_rows, wanted_rows
 
 Draw = Callable[[torch.Tensor, BatchInputs[torch.Tensor]], torch.Tensor]
@@ -48,6 +49,13 @@ class ExtrasEnding:
         self._max_rows, self._max_seqs = plain.max_rows, plain.max_seqs
         self._last_token_ids = plain.last_token_ids
         self.counts: torch.Tensor | None = None  # [slots, V] int16, once a sequence has penalties
+
+    def _send(self, array: np.ndarray) -> torch.Tensor:
+        """A copy of a host array on the device, queued after earlier work. Does not wait."""
+        tensor = torch.from_numpy(array)
+        if not self._device.is_cuda:
+            return tensor
+        return tensor.pin_memory().to(self._device.torch, non_blocking=True)
 
     def end(
         self,
@@ -66,7 +74,7 @@ class ExtrasEnding:
             wanted = wanted_rows(batch)
 
             def of(places: np.ndarray) -> torch.Tensor:
-                return hidden[self._device.send(np.searchsorted(wanted, places))]
+                return hidden[self._send(np.searchsorted(wanted, places))]
 
             last = of(last_rows(batch.draws, batch.query_lens))
             if extras.scored is not None:
@@ -112,8 +120,8 @@ class ExtrasEnding:
             if extras.num_logprobs != NO_LOGPROBS:
                 logprob_logits = raw
                 if self._mode.startswith("processed"):
-                    logprob_logits = filtered_logits(x, params, batch.sampling.has_filters)
-                asked = None if extras.asked_ids is None else self._device.send(extras.asked_ids[rows])
+                    logprob_logits = filtered_logits(x, params, has_filters(batch.sampling))
+                asked = None if extras.asked_ids is None else self._send(extras.asked_ids[rows])
                 logprobs.append(self._logprobs(logprob_logits, ids, extras.num_logprobs, asked))
         own = torch.cat(token_ids) if token_ids else hidden.new_empty(0, dtype=torch.int64)
         drawn = self._tp.join_rows(own, mine, logits)
@@ -130,7 +138,7 @@ class ExtrasEnding:
 
         Computed in chunks, so that their logits take no more memory than those of drawn tokens.
         """
-        targets = self._device.send(scored.token_ids)
+        targets = self._send(scored.token_ids)
         parts = []
         for start in range(0, len(hidden), self._max_rows):
             logits = self._model.compute_logits(hidden[start : start + self._max_rows])
@@ -143,13 +151,13 @@ class ExtrasEnding:
     def _pool(self, hidden: torch.Tensor, wanted: WantedTokens, num_seqs: int) -> torch.Tensor:
         """The sums [num_seqs, hidden_size] float32 of hidden [n, hidden_size] over each sequence."""
         sums = torch.zeros(num_seqs, hidden.shape[1], device=hidden.device)
-        return sums.index_add_(0, self._device.send(wanted.rows), hidden.float())
+        return sums.index_add_(0, self._send(wanted.rows), hidden.float())
 
     def _row_penalties(self, penalties: Penalties | None, slots: torch.Tensor) -> RowPenalties | None:
         """Count the history tokens, then return the columns of penalties on the device."""
         if penalties is None:
             return None
-        send = self._device.send
+        send = self._send
         if self.counts is None:
             shape = (self._max_seqs, self._vocab_size)
             self.counts = torch.zeros(shape, dtype=torch.int16, device=self._device.torch)
@@ -172,7 +180,7 @@ class ExtrasEnding:
             return None
         mask_of_row = np.full(num_rows, PADDING, np.int64)
         mask_of_row[masks.rows] = np.arange(len(masks.rows))
-        return RowMasks(self._device.send(mask_of_row), self._device.send(masks.bits))
+        return RowMasks(self._send(mask_of_row), self._send(masks.bits))
 
     def _biased(
         self, raw: torch.Tensor, extras: BatchExtras, masks: TokenMasks | None, rows: slice
@@ -187,7 +195,7 @@ class ExtrasEnding:
         for row, function, prompt_ids, output_ids in functions:
             x[row - rows.start] = call_processor(function, prompt_ids, output_ids, x[row - rows.start])
         if bias is not None and inside is not None:
-            send = self._device.send
+            send = self._send
             where = send(bias.rows[inside] - rows.start), send(bias.token_ids[inside])
             x.index_put_(where, send(bias.values[inside]), accumulate=True)
         return x

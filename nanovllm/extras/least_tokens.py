@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.text.detokenizer import BYTE_OF_LETTER
+from nanovllm.text.characters import BYTE_OF_LETTER
 from nanovllm.text.processor import num_bytes
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 
 from nanovllm.answers import Logprob
 from nanovllm.extras.columns import LogprobColumns, TokenLogprobs
-from nanovllm.text.detokenizer import LONGEST_CUT
+from nanovllm.text.characters import LONGEST_CUT
 
 _PromptLogprob = dict[int, Logprob] | None
 

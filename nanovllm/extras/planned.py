@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nanovllm.batch import PADDING, PENALTIES, Batch, StepOutput
+from nanovllm.batch import PADDING, Batch, StepOutput
+from nanovllm.checks import PENALTIES
 from nanovllm.extras.columns import (
     NO_LOGPROBS,
     BatchExtras,
@@ -71,7 +72,7 @@ class SequenceExtras:
             rules=rules,
             has_rules=bool(rules or params.logits_processors),
             sleeper=None if params.logits_processors else only_budget(rules),
-            next_wanted=request.next_wanted if index == 0 else None,
+            next_wanted=_next_wanted(request) if index == 0 else None,
             pooling=request.pooling,
             penalties=None if penalties == _NEUTRAL else penalties,
             bias=bias,
@@ -104,6 +105,13 @@ class SequenceExtras:
 # -- before a step ------------------------------------------------------------------------------------------
 
 Asking = list[tuple[int, Sequence, SequenceExtras]]  # rows of a step that ask for something
+
+
+def _next_wanted(request: Request) -> int | None:
+    """The first prompt position whose hidden state is needed, to score the next token or for pooling."""
+    if request.pooling is not None:
+        return 0 if request.pooling == "mean" else len(request.prompt_token_ids) - 1
+    return None if request.first_scored is None else request.first_scored - 1
 
 
 def extras_of(seqs: list[Sequence], query_lens: np.ndarray, draws: np.ndarray) -> BatchExtras | None:

@@ -11,7 +11,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from nanovllm.text.detokenizer import CONTEXT, Detokenizer
+from nanovllm.answers import CompletionOutput
+from nanovllm.params import SamplingParams
+from nanovllm.text.characters import CONTEXT
+from nanovllm.text.detokenizer import Detokenizer
 
 
 class _ByteStream:
@@ -154,6 +157,11 @@ class StopStrings:
         self._end = 0  # end of the match, counted from the end of the text
         self.found: str | None = None
         self.num_tokens = 0  # up to and including the token that completed the match
+
+    def completion(self, params: SamplingParams, index: int, token_ids: list[int]) -> CompletionOutput:
+        """Completion `index` of a request, which the stop string ends that was found."""
+        text, kept = self.text(params.include_stop_str_in_output), token_ids[: self.num_tokens]
+        return CompletionOutput(index, text, kept, finish_reason="stop", stop_reason=self.found)
 
     def append(self, token_id: int) -> bool:
         """Decode the next token; return whether a stop string was found. Later tokens are ignored."""

@@ -1,12 +1,13 @@
 """ExtraTexts: what a `Processor` does for requests with more than a prompt: compiles their constraints,
 tokenises bad words, searches for stop strings, gives logprobs the text of their tokens, says why no token was
-left, and refuses texts that are too long to tokenise.
+left or a prompt cannot run, and refuses texts that are too long to tokenise.
 
 Keeps no request.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nanovllm.answers import CompletionOutput, changed
-from nanovllm.checks import pack_token_ids
+from nanovllm.answers import CompletionOutput, RequestOutput, changed
+from nanovllm.checks import BadRow, pack_token_ids
 from nanovllm.extras.columns import TokenLogprobs
 from nanovllm.extras.least_tokens import LeastTokens
 from nanovllm.extras.logits_processors import GuardedProcessors
@@ -23,9 +24,10 @@ from nanovllm.extras.logprobs import LogprobDicts, join_parts, join_rows
 from nanovllm.extras.stop_strings import StopSearch, StopStrings, text_stream
 from nanovllm.extras.structured import Constraint, GrammarCompiler
 from nanovllm.params import SamplingParams
-from nanovllm.text.detokenizer import CUT, LONGEST_CUT, Detokenizer
-from nanovllm.text.processor import Processor, encode, needs_tokenizer, num_bytes
-from nanovllm.text.prompts import Request
+from nanovllm.text.characters import CUT, LONGEST_CUT
+from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.processor import Processor, encode, num_bytes
+from nanovllm.text.prompts import Prompt, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +60,7 @@ class ExtraTexts:
         if tokenizer is None:
             for name in ("bad_words", "structured_outputs"):
                 if getattr(params, name):
-                    raise needs_tokenizer(name, getattr(params, name))
+                    raise self.needs_tokenizer(name, getattr(params, name))
         for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
             if ids := getattr(params, name):
                 pack_token_ids(list(ids), vocab_size, name, ordered=False)
@@ -111,8 +113,13 @@ class ExtraTexts:
         rows: list[tuple[TokenLogprobs, int]],
         before: Sequence[int] = (),
     ) -> CompletionOutput:
-        """As `Processor.with_logprobs`, for a request with logprobs."""
-        asked = request.params.num_logprobs or 0
+        """The completion with the logprobs of its tokens, one row for each, if requested.
+
+        before: for a part of a completion, the last tokens before it.
+        """
+        asked = request.params.num_logprobs
+        if asked is None:
+            return output
         columns = join_rows(rows[: len(output.token_ids)], self._width(asked))
         total = float(columns.values[:, 0].sum(dtype=np.float64))
         logprobs = self.logprob_dicts(request.params, columns, before=before)
@@ -136,6 +143,11 @@ class ExtraTexts:
         """The logprobs of tokens, with their text if outputs with these parameters have text."""
         decode = self._decode_token if params.detokenize else None
         return LogprobDicts(columns, decode, num_unknown, before)
+
+    def decode(self, token_ids: list[int]) -> str | None:
+        """The text of tokens; None without a tokenizer."""
+        tokenizer = self._processor.tokenizer
+        return None if tokenizer is None else str(tokenizer.decode(token_ids))
 
     def _decode_token(self, token_id: int, before: list[int]) -> str | None:
         """The text of a token after the tokens `before`; None without a tokenizer.
@@ -167,6 +179,14 @@ class ExtraTexts:
                     f"larger max_logprobs (-1: no limit)"
                 )
 
+    @staticmethod
+    def needs_tokenizer(name: str, value: object) -> ValueError:
+        """The error of a parameter that only a tokenizer gives a meaning."""
+        return ValueError(
+            f"{name}={value!r} needs a tokenizer, and skip_tokenizer_init=True; use stop_token_ids or "
+            "allowed_token_ids"
+        )
+
     def failure(self, request: Request, dead_end: tuple[str, int] | None) -> str:
         """Why there was no token to draw, or no score or embedding. dead_end: as in `output`."""
         params = request.params
@@ -186,6 +206,19 @@ class ExtraTexts:
         given = [name for name in (*rules, "logits_processors") if getattr(params, name)]
         left = f"no token was left by {', '.join(given)}, or " if given else ""
         return f"{left}the model's logits were not finite"
+
+    def refused(
+        self, request_id: int, index: int, request: Request | BadRow, prompt: Prompt | BadRow, error: BadRow
+    ) -> RequestOutput:
+        """Return the output of a prompt that cannot run, with the known part of the prompt."""
+        text: str | None = None
+        ids: array[int] | list[int] = []
+        if isinstance(request, Request):
+            text, ids = request.prompt, request.prompt_token_ids
+        elif isinstance(prompt, Prompt):
+            text, ids = prompt.text, list(prompt.token_ids or ())
+        answer = CompletionOutput(0, "", [], finish_reason="error")
+        return RequestOutput(str(request_id), text, ids, None, [answer], error=str(error), index=index)
 
 
 def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -17,7 +17,7 @@ from nanovllm.kernels.activation import Activation
 from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
-from nanovllm.quantization.names import FileNames
+from nanovllm.quantization.shards import FileNames
 
 
 class GemmaLayer(nn.Module):

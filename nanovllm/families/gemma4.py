@@ -15,26 +15,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.attention.base import AttentionSpec
-from nanovllm.attention.rotary import RopeConfig
+from nanovllm.attention.rotary import AttentionSpec, RopeConfig
 from nanovllm.families.gemma import GemmaFamily
+from nanovllm.families.norms import NoNorm
 from nanovllm.formats.config_json.values import layer_kinds, number, rope_config
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
-    ReplicatedLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from nanovllm.layers.stream import AnyStream, NoNorm, RMSNorm, Step, Stream
+from nanovllm.layers.stream import AnyStream, RMSNorm, Step, Stream
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import FULL, SLIDING, HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
+from nanovllm.moe.replicated import ReplicatedLinear
 from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.names import FileNames
-from nanovllm.quantization.shards import WeightOptions, WeightShard
+from nanovllm.quantization.shards import FileNames, WeightOptions, WeightShard
 
 _IN_WHOLE = ("model.language_model.", "model.", "language_model.model.")  # where files have the decoder
 

@@ -10,7 +10,7 @@ from torch import nn
 from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
-from nanovllm.quantization.names import FileNames
+from nanovllm.quantization.shards import FileNames
 
 
 class Glm4Layer(nn.Module):

@@ -11,8 +11,7 @@ from nanovllm.formats.config_json.values import number
 from nanovllm.models.config import HFConfig, ModelConfig
 from nanovllm.moe.layers import ExpertNames, MoESpec
 from nanovllm.moe.sigmoid import SigmoidSpec
-from nanovllm.quantization.names import FileNames
-from nanovllm.quantization.shards import WeightSource
+from nanovllm.quantization.shards import FileNames, WeightSource
 
 
 class Glm4MoeFamily(MoEFamily):

@@ -20,8 +20,7 @@ from nanovllm.kernels.activation import Activation
 from nanovllm.models.config import HFConfig, ModelConfig
 from nanovllm.moe.layers import ExpertNames, MoESpec
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.names import FileNames
-from nanovllm.quantization.shards import WeightSource
+from nanovllm.quantization.shards import FileNames, WeightSource
 
 _FIXED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"}  # the kernels' constants
 # What a checkpoint's tensor of all experts becomes, and its dimensions.

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.families.llama import LLAMA
 from nanovllm.formats.config_json.values import layer_kinds, number
 from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.quantization.base import Normed, Product
-from nanovllm.quantization.names import FileNames
+from nanovllm.quantization.shards import FileNames
 
 
 class GraniteFamily(ModelFamily):

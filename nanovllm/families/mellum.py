@@ -8,7 +8,7 @@ from typing import Any
 from nanovllm.families.qwen3_moe import QWEN3_MOE, MoEFamily
 from nanovllm.formats.config_json.values import layer_kinds
 from nanovllm.moe.layers import ExpertNames, MoESpec
-from nanovllm.quantization.names import FileNames
+from nanovllm.quantization.shards import FileNames
 
 
 class MellumFamily(MoEFamily):

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.families.norms import NoNorm
 from nanovllm.formats.config_json.values import layer_kinds
-from nanovllm.layers.stream import AnyStream, NoNorm, Step
+from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from nanovllm.attention.rotary import RopeConfig
 from nanovllm.formats.config_json.values import window_length
 from nanovllm.models.config import FULL, SLIDING, HFConfig, ModelConfig, ModelFamily
-from nanovllm.quantization.names import FileNames
+from nanovllm.quantization.shards import FileNames
 
 
 class Phi3Family(ModelFamily):

@@ -14,7 +14,7 @@ from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.moe.layers import ExpertNames, MoE, MoESpec
-from nanovllm.quantization.names import FileNames
+from nanovllm.quantization.shards import FileNames
 
 
 class MoELayer(nn.Module):

@@ -22,8 +22,7 @@ from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.moe.layers import ExpertNames, MoE, MoESpec
 from nanovllm.quantization.base import Normed
-from nanovllm.quantization.names import FileNames, PackedRows
-from nanovllm.quantization.shards import WeightSource
+from nanovllm.quantization.shards import FileNames, PackedRows, WeightSource
 from nanovllm.states.layers import GatedDeltaNet, PackedStep
 from nanovllm.states.spec import StateSpec
 

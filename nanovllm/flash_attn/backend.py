@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from nanovllm.attention.backends import AttentionBackend
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionMetadata
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.device import Device
 from nanovllm.kernels.paged import KVCache
 

@@ -1,5 +1,6 @@
-"""Linear layers split over the ranks: by output (column), by input (row), or not at all (replicated); and the
-input embedding and the LM head, both split by rows of the vocabulary.
+"""Linear layers split over the ranks, by output (column) or by input (row), and the
+input embedding and the LM head, both split by rows of the vocabulary. `weights.py` says which part of a
+weight a rank holds.
 
 A column layer leaves its output split over the ranks. A row layer takes a split input and returns this rank's
 part of a sum, which the residual stream computes: nothing here communicates. A vocabulary that is not a
@@ -14,48 +15,25 @@ import torch
 
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.stream import Group
-from nanovllm.layers.weights import WeightLayer, split_evenly
-from nanovllm.quantization.base import Gated, Kind, Normed, Product
+from nanovllm.layers.weights import (
+    LinearLayer,
+    Part,
+    VocabLayer,
+    even_rows,
+    packed_rows,
+    rows_of_heads,
+)
+from nanovllm.quantization.base import Gated, Normed, Product
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import WeightOptions, WeightShard
 
 
-class _LinearLayer(WeightLayer):
-    """A weight [N, K], multiplied by a `LinearMethod`, and an optional bias [N]; both are given as shards."""
-
-    bias: torch.Tensor | None
-
-    def __init__(
-        self, shape: tuple[int, int], weight: list[WeightShard], bias: list[WeightShard] | None
-    ) -> None:
-        super().__init__()
-        self.declare(shape, weight, "linear")
-        self.register_parameter("bias", None)
-        if bias is not None:
-            self.declare(shape[:1], bias)
-
-
-class ReplicatedLinear(_LinearLayer):
-    """x [..., input_size] -> [..., output_size], complete on every rank."""
-
-    def __init__(self, input_size: int, output_size: int, bias: bool = False) -> None:
-        shape = (output_size, input_size)
-        own_bias = [WeightShard.whole("bias", shape[:1])] if bias else None
-        super().__init__(shape, [WeightShard.whole("weight", shape)], own_bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(x, self.bias)
-
-
-class _PackedColumnLinear(_LinearLayer):
+class _PackedColumnLinear(LinearLayer):
     """x [T, input_size] -> this rank's outputs of several layers, concatenated: [T, sum of lengths]."""
 
-    def __init__(self, input_size: int, rows: dict[str, tuple[int, int, int]], bias: bool) -> None:
-        """rows: by checkpoint module its number of rows, and the start and length of this rank's."""
-        shards, offset = [], 0
-        for module, (total, start, length) in rows.items():
-            shards.append(WeightShard("weight", module, (total, input_size), 0, start, length, offset))
-            offset += length
+    def __init__(self, input_size: int, rows: dict[str, Part], bias: bool) -> None:
+        """rows: of each module of the checkpoint."""
+        shards, offset = packed_rows(input_size, rows)
         biases = [replace(shard, param="bias", shape=shard.shape[:1]) for shard in shards] if bias else None
         super().__init__((offset, input_size), shards, biases)
         self.output_sizes = [shard.length for shard in shards]
@@ -69,10 +47,7 @@ class MergedColumnParallelLinear(_PackedColumnLinear):
     """Column-parallel layers on the same input as one product. sizes: the output size of each, by name."""
 
     def __init__(self, input_size: int, sizes: dict[str, int], tp: Group, bias: bool = False) -> None:
-        rows = {}
-        for module, total in sizes.items():
-            length = split_evenly("output size", total, tp.size)
-            rows[module] = total, tp.rank * length, length
+        rows = {name: even_rows("output size", total, tp.rank, tp.size) for name, total in sizes.items()}
         super().__init__(input_size, rows, bias)
 
 
@@ -93,22 +68,10 @@ class QKVParallelLinear(_PackedColumnLinear):
         values: bool = True,
     ) -> None:
         """values: False leaves out v_proj."""
-        if not can_split_heads(num_heads, num_kv_heads, tp.size):
-            sizes = [n for n in range(1, num_heads + 1) if can_split_heads(num_heads, num_kv_heads, n)]
-            raise ValueError(
-                f"{num_heads} query heads and {num_kv_heads} KV heads cannot be split over {tp.size} ranks; "
-                f"sizes that can: {', '.join(map(str, sizes))}"
-            )
-        own_heads = num_heads // tp.size
-        kv_heads = max(1, num_kv_heads // tp.size)
-        q = num_heads * head_dim, tp.rank * own_heads * head_dim, own_heads * head_dim
-        first_kv_head = tp.rank * num_kv_heads // tp.size
-        kv = num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim
+        q, kv = rows_of_heads(head_dim, num_heads, num_kv_heads, tp.rank, tp.size)
         rows = {"q_proj": q, "k_proj": kv} | ({"v_proj": kv} if values else {})
         super().__init__(hidden_size, rows, bias)
-        self.num_heads = own_heads
-        self.num_kv_heads = kv_heads
-        self.head_dim = head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = q[2] // head_dim, kv[2] // head_dim, head_dim
 
     def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """qkv [T, n] -> views q [T, num_heads, head_dim], k and, if there is one, v [T, num_kv_heads,
@@ -116,12 +79,7 @@ class QKVParallelLinear(_PackedColumnLinear):
         return tuple(x.unflatten(-1, (-1, self.head_dim)) for x in qkv.split(self.output_sizes, dim=-1))
 
 
-def can_split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> bool:
-    """Whether all ranks get the same number of whole heads; KV heads are repeated if there are too few."""
-    return num_heads % ranks == 0 and (num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0)
-
-
-class RowParallelLinear(_LinearLayer):
+class RowParallelLinear(LinearLayer):
     """x [T, input_size / ranks] -> this rank's part of a sum over the ranks, [T, output_size].
 
     scale: a factor of the output.
@@ -130,8 +88,8 @@ class RowParallelLinear(_LinearLayer):
     def __init__(
         self, input_size: int, output_size: int, tp: Group, bias: bool = False, scale: float = 1.0
     ) -> None:
-        length = split_evenly("input size", input_size, tp.size)
-        shard = WeightShard("weight", None, (output_size, input_size), 1, tp.rank * length, length, 0)
+        _, start, length = even_rows("input size", input_size, tp.rank, tp.size)
+        shard = WeightShard("weight", None, (output_size, input_size), 1, start, length, 0)
         own_bias = [WeightShard.whole("bias", (output_size,))] if bias else None
         super().__init__((output_size, length), [shard], own_bias)
         self._scale = scale
@@ -141,32 +99,17 @@ class RowParallelLinear(_LinearLayer):
         return Product(self.method, x, self.bias if self._adds_bias else None, self._scale)
 
 
-class _VocabParallelLayer(WeightLayer):
-    """A weight [padded vocabulary / ranks, hidden_size]."""
-
-    def __init__(self, vocab_size: int, tp: Group) -> None:
-        super().__init__()
-        self.tp = tp
-        self.vocab_size = vocab_size
-        self.rows = -(-vocab_size // tp.size)
-        self.first_id = min(tp.rank * self.rows, vocab_size)
-
-    def _declare_rows(self, rows: int, hidden_size: int, kind: Kind) -> None:
-        owned = min(self.rows, self.vocab_size - self.first_id)
-        shard = WeightShard("weight", None, (self.vocab_size, hidden_size), 0, self.first_id, owned, 0)
-        self.declare((rows, hidden_size), [shard], kind)
-
-
-class VocabParallelEmbedding(_VocabParallelLayer):
+class VocabParallelEmbedding(VocabLayer):
     """token_ids [T] -> this rank's part of a sum over the ranks, [T, hidden_size]; 0 for other ranks' ids.
 
     tied: its weight is also that of a `ParallelLMHead`.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: Group, tied: bool = False) -> None:
-        super().__init__(vocab_size, tp)
+        super().__init__(vocab_size, tp.rank, tp.size)
+        self.tp = tp
         rows = self.rows if tp.size == 1 else self.rows + 1  # the last one is zero, for ids of other ranks
-        self._declare_rows(rows, hidden_size, "tied_embedding" if tied else "embedding")
+        self.declare_rows(rows, hidden_size, "tied_embedding" if tied else "embedding")
 
     def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
         super().allocate(path, options, quant)
@@ -178,7 +121,7 @@ class VocabParallelEmbedding(_VocabParallelLayer):
         return self.method.embed(token_ids if self.tp.size == 1 else self._row_of[token_ids])
 
 
-class ParallelLMHead(_VocabParallelLayer):
+class ParallelLMHead(VocabLayer):
     """hidden [n, hidden_size] -> logits [n, rows] of this rank's part of the vocabulary, with its padding.
 
     tied_to: use this embedding's weight, allocated before; the layer then has no weights to load.
@@ -187,10 +130,10 @@ class ParallelLMHead(_VocabParallelLayer):
     def __init__(
         self, vocab_size: int, hidden_size: int, tp: Group, tied_to: VocabParallelEmbedding | None = None
     ) -> None:
-        super().__init__(vocab_size, tp)
+        super().__init__(vocab_size, tp.rank, tp.size)
         self._tied_to = [tied_to]  # in a list, so that it is no part of this module
         if tied_to is None:
-            self._declare_rows(self.rows, hidden_size, "lm_head")
+            self.declare_rows(self.rows, hidden_size, "lm_head")
 
     def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
         super().allocate(path, options, quant)

@@ -13,11 +13,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import nn
 
 from nanovllm.attention.base import AttentionColumns, AttentionMetadata
 from nanovllm.batch import Batch
-from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig
@@ -38,6 +36,7 @@ class Step(NamedTuple):
 # of a sum over the ranks. Where rows are kept, only attention sees the others.
 Term = torch.Tensor | Product
 Block = Callable[[Normed, Step], Term]
+Norm = Callable[["Stream"], Normed]  # a `RMSNorm`, or what stands in its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +85,8 @@ def added(
     if keep is not None:
         term, total = term[keep], total[keep]
     if after is not None:
-        return after.added(value_of(term), total)
+        return after.added(term.tensor() if isinstance(term, Product) else term, total)
     return Stream(*term.added_to(total)) if isinstance(term, Product) else Stream(term, total)
-
-
-def value_of(term: Term) -> torch.Tensor:
-    return term.tensor() if isinstance(term, Product) else term
 
 
 class Group:
@@ -158,19 +153,6 @@ class Group:
         """Leave the group and free its memory. No operation may be waiting."""
 
 
-class NoNorm(nn.Module):
-    """In place of the norm before a block (OLMo 2): only sums a stream's term over the ranks of `tp`."""
-
-    def __init__(self, tp: Group) -> None:
-        super().__init__()
-        self.tp = tp
-
-    def forward(self, x: Stream) -> Normed:
-        term = x.term if x.summed else self.tp.all_reduce(x.term)
-        total = term if x.residual is None else term + x.residual
-        return Normed.computed(total, total)
-
-
 class RMSNorm(WeightLayer):
     """Normalise the last dimension, of `size`, by its root mean square and scale it by a weight.
 
@@ -206,32 +188,3 @@ class RMSNorm(WeightLayer):
     def added(self, term: torch.Tensor, total: torch.Tensor) -> Stream:
         """The stream `total` plus the norm of a block's term; a family may compute more."""
         return Stream(self(Stream(term)).tensor(), total, summed=True)
-
-
-Norm = RMSNorm | NoNorm
-
-
-class HeadsNorm(WeightLayer):
-    """One norm over the query or key heads of all ranks (OLMo 2): x [T, this rank's heads, head_dim], divided
-    by the root mean square over all heads of the model. Never part of a product.
-
-    The ranks sum their squares, one number for each token. Heads that several ranks hold count once.
-    """
-
-    weight: torch.Tensor  # [this rank's heads * head_dim]
-
-    def __init__(self, heads: int, head_dim: int, eps: float, tp: Group) -> None:
-        super().__init__()
-        self.eps, self.tp = eps, tp
-        self._size, self._copies = heads * head_dim, max(1, tp.size // heads)
-        own, first = max(1, heads // tp.size) * head_dim, tp.rank * heads // tp.size * head_dim
-        self.declare((own,), [WeightShard("weight", None, (self._size,), 0, first, own, 0, dummy=1.0)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.flatten(1)
-        if self.tp.size == 1:
-            return rms_norm(flat, self.weight, self.eps).view(x.shape)
-        wide = flat.float()
-        squares = self.tp.all_reduce(wide.square().sum(1, keepdim=True) / self._copies)
-        scaled = wide * (squares / self._size + self.eps).rsqrt()
-        return (scaled * self.weight).to(x.dtype).view(x.shape)

@@ -18,6 +18,9 @@ from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import WeightMethod, WeightOptions, WeightShard, WeightSource
 
+# A rank's part of the rows or columns of a weight: how many there are in all, its first, and how many it has.
+Part = tuple[int, int, int]
+
 
 class WeightLayer(nn.Module):
     """Has no memory before `allocate`. Then its parameters are uninitialised until each of `shards` is
@@ -69,6 +72,36 @@ class WeightLayer(nn.Module):
             method.load(shard, source)
         else:
             shard.copy(source, self.get_parameter(shard.param))
+
+
+class LinearLayer(WeightLayer):
+    """A weight [N, K], multiplied by a `LinearMethod`, and an optional bias [N]; both are given as shards."""
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, shape: tuple[int, int], weight: list[WeightShard], bias: list[WeightShard] | None
+    ) -> None:
+        super().__init__()
+        self.declare(shape, weight, "linear")
+        self.register_parameter("bias", None)
+        if bias is not None:
+            self.declare(shape[:1], bias)
+
+
+class VocabLayer(WeightLayer):
+    """A weight [padded vocabulary / ranks, hidden_size]: the embedding or the LM head."""
+
+    def __init__(self, vocab_size: int, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.rows = -(-vocab_size // ranks)
+        self.first_id = min(rank * self.rows, vocab_size)
+
+    def declare_rows(self, rows: int, hidden_size: int, kind: Kind) -> None:
+        owned = min(self.rows, self.vocab_size - self.first_id)
+        shard = WeightShard("weight", None, (self.vocab_size, hidden_size), 0, self.first_id, owned, 0)
+        self.declare((rows, hidden_size), [shard], kind)
 
 
 @contextmanager
@@ -145,6 +178,42 @@ def finish_loading(model: nn.Module) -> None:
 
 def _layers(model: nn.Module) -> list[tuple[str, WeightLayer]]:
     return [(path, each) for path, each in model.named_modules() if isinstance(each, WeightLayer)]
+
+
+def can_split_heads(num_heads: int, num_kv_heads: int, ranks: int) -> bool:
+    """Whether all ranks get the same number of whole heads; KV heads are repeated if there are too few."""
+    return num_heads % ranks == 0 and (num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0)
+
+
+def rows_of_heads(
+    head_dim: int, num_heads: int, num_kv_heads: int, rank: int, ranks: int
+) -> tuple[Part, Part]:
+    """A rank's rows of q_proj, and of k_proj or v_proj. ValueError with the possible numbers of ranks if it
+    would cut heads."""
+    if not can_split_heads(num_heads, num_kv_heads, ranks):
+        sizes = [n for n in range(1, num_heads + 1) if can_split_heads(num_heads, num_kv_heads, n)]
+        raise ValueError(
+            f"{num_heads} query heads and {num_kv_heads} KV heads cannot be split over {ranks} ranks; "
+            f"sizes that can: {', '.join(map(str, sizes))}"
+        )
+    heads, kv_heads = num_heads // ranks, max(1, num_kv_heads // ranks)
+    q = num_heads * head_dim, rank * heads * head_dim, heads * head_dim
+    return q, (num_kv_heads * head_dim, rank * num_kv_heads // ranks * head_dim, kv_heads * head_dim)
+
+
+def packed_rows(input_size: int, rows: dict[str, Part]) -> tuple[list[WeightShard], int]:
+    """The shards of weights [N, input_size] of several modules, one below the other; and how many rows."""
+    shards, offset = [], 0
+    for module, (total, start, length) in rows.items():
+        shards.append(WeightShard("weight", module, (total, input_size), 0, start, length, offset))
+        offset += length
+    return shards, offset
+
+
+def even_rows(what: str, total: int, rank: int, ranks: int) -> Part:
+    """A rank's part of what all ranks share evenly; ValueError as of `split_evenly`."""
+    length = split_evenly(what, total, ranks)
+    return total, rank * length, length
 
 
 def split_evenly(what: str, total: int, ranks: int) -> int:

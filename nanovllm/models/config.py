@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 from nanovllm import doors
-from nanovllm.attention.base import AttentionSpec
-from nanovllm.attention.rotary import RopeConfig
+from nanovllm.attention.rotary import AttentionSpec, RopeConfig
 from nanovllm.doors import Table
 from nanovllm.kernels.activation import Activation
-from nanovllm.layers.linear import can_split_heads
+from nanovllm.layers.weights import can_split_heads
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.names import FileNames
+from nanovllm.quantization.shards import FileNames
 
 _MAX_RANKS = 1024  # tensor_parallel_size up to this is proposed in an error
 FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers in layer_types

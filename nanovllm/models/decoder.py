@@ -15,6 +15,7 @@ from torch import nn
 from nanovllm.attention.backends import AttentionBackend
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.rotary import RopeConfig, rope_table
+from nanovllm.doors import HEADS_NORM, find
 from nanovllm.kernels.copy_cells import copy_cells
 from nanovllm.kernels.kinds import unknown
 from nanovllm.kernels.paged import KVCache
@@ -26,7 +27,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from nanovllm.layers.stream import AnyStream, Group, HeadsNorm, RMSNorm, Step
+from nanovllm.layers.stream import AnyStream, Group, RMSNorm, Step
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import ModelConfig
 from nanovllm.quantization.base import Normed, Product
@@ -88,12 +89,12 @@ class Attention(WeightLayer):
             self.q_proj = MergedColumnParallelLinear(hidden_size, {"q_proj": size}, tp, config.qkv_bias)
         multiplier = config.residual_multiplier
         self.o_proj = RowParallelLinear(size, hidden_size, tp, config.o_bias, multiplier)
-        self.q_norm: RMSNorm | HeadsNorm | None = None
-        self.k_norm: RMSNorm | HeadsNorm | None = None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         if spec.qk_norm == "all":
-            self.q_norm = HeadsNorm(spec.num_heads, head_dim, eps, tp)
+            self.q_norm = find(HEADS_NORM)(spec.num_heads, head_dim, eps, tp)
             if spec.kv_from is None:
-                self.k_norm = HeadsNorm(spec.num_kv_heads, head_dim, eps, tp)
+                self.k_norm = find(HEADS_NORM)(spec.num_kv_heads, head_dim, eps, tp)
         elif spec.qk_norm == "head":
             self.q_norm = RMSNorm(head_dim, eps, offset=config.norm_offset)
             if spec.kv_from is None:
@@ -125,8 +126,9 @@ class Attention(WeightLayer):
             q, k, v = self.project(x)
         else:
             q = k = v = self.q_proj(x).unflatten(-1, (-1, spec.head_dim))
-        q = self.q_norm(q) if isinstance(self.q_norm, HeadsNorm) else q
-        k = self.k_norm(k) if isinstance(self.k_norm, HeadsNorm) else k
+        if spec.qk_norm == "all":
+            q = self.q_norm(q) if self.q_norm is not None else q
+            k = self.k_norm(k) if self.k_norm is not None else k
         rotation = Rotation(
             step.positions, self.rotary.cos_sin, q_weight, k_weight, eps, self._turned, self._interleaved
         )

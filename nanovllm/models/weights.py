@@ -21,8 +21,7 @@ from nanovllm.layers.weights import allocate, finish_loading, weight_slots
 from nanovllm.models.config import Mixture, ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import CONFIG_FILE, listing, open_checkpoint
-from nanovllm.quantization.names import BARE
-from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.shards import BARE, WeightOptions, WeightShard, WeightSource
 
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -14,7 +14,6 @@ from torch import nn
 
 from nanovllm.formats.config_json.reading import MAX_ELEMENTS
 from nanovllm.kernels.activation import Activation
-from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.stream import Group, Step
 from nanovllm.layers.weights import WeightLayer, named, split_evenly
 from nanovllm.models.config import Mixture
@@ -22,10 +21,10 @@ from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ROW_BYTES, ExpertsMethod, ExpertWeights
+from nanovllm.moe.replicated import ReplicatedLinear
 from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.names import FileNames, PackedRows
-from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.shards import FileNames, PackedRows, WeightOptions, WeightShard, WeightSource
 
 _MAX_EXPERTS = 4096
 

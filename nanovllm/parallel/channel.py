@@ -34,7 +34,7 @@ from time import monotonic
 from typing import Any
 
 from nanovllm.errors import EngineClosedError, WorkerError
-from nanovllm.lifecycle import finalize
+from nanovllm.parallel.owned import finalize
 
 _CHECK_SECONDS = 0.1  # how often a waiting writer checks that its readers are alive
 ALIGNMENT = 8  # bytes; of every array in a message, for the widest dtype

@@ -6,15 +6,16 @@ Splits the columns of a step, and runs the stream of its halves. `TPGroup` decid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionColumns, GroupColumns
 from nanovllm.batch import Batch, StepKind, prefix_sum
-from nanovllm.layers.stream import AnyStream, Block, Norm, RMSNorm, Step, Stream, Term, added, value_of
+from nanovllm.layers.stream import AnyStream, Block, Norm, RMSNorm, Step, Stream, Term, added
 from nanovllm.parallel.peer_memory import PendingSum
-from nanovllm.quantization.base import Normed, Product
+from nanovllm.quantization.base import Gated, Normed, Product
 from nanovllm.runner.inputs import cell_copies
 
 OVERLAP_RANKS = (2, 4)  # measured to be faster
@@ -94,7 +95,14 @@ def _half(query_lens: np.ndarray, context_lens: np.ndarray, groups: list[GroupCo
 
 def _cat(terms: list[Term]) -> Term:
     products = [term for term in terms if isinstance(term, Product)]
-    return Product.cat(products) if len(products) == len(terms) else torch.cat([*map(value_of, terms)])
+    if len(products) == len(terms):  # of one weight, with the rows of all
+        rows = [each.x.tensor() if isinstance(each.x, Gated) else each.x for each in products]
+        return replace(products[0], x=torch.cat(rows))
+    return torch.cat([*map(value_of, terms)])
+
+
+def value_of(term: Term) -> torch.Tensor:
+    return term.tensor() if isinstance(term, Product) else term
 
 
 class HalvedStream:

@@ -22,8 +22,9 @@ from typing import Any, Concatenate
 
 from nanovllm.device import Device
 from nanovllm.errors import WorkerError
-from nanovllm.lifecycle import finalize, held_interrupts
+from nanovllm.lifecycle import held_interrupts
 from nanovllm.parallel.channel import Channel
+from nanovllm.parallel.owned import finalize
 from nanovllm.parallel.rendezvous import Rendezvous
 from nanovllm.parallel.watch import POLL_SECONDS, Watch
 from nanovllm.parallel.worker import (
@@ -35,8 +36,8 @@ from nanovllm.parallel.worker import (
     worker_main,
 )
 from nanovllm.residency.runner import ResidentModelRunner
-from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.ranks import OneRank, P, R, RankSetup, T, bound
+from nanovllm.runner.model_runner import ModelRunner, RankSetup
+from nanovllm.runner.ranks import OneRank, P, R, T, bound
 
 _BLAME_SECONDS = 2.0  # after an error in rank 0, wait this long for a worker's failure as its cause
 PHASES: dict[Callable[..., object], str] = {

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store
 
 from nanovllm.errors import WorkerError
-from nanovllm.lifecycle import finalize
+from nanovllm.parallel.owned import finalize
 
 Backend = Any  # ProcessGroupNCCL or ProcessGroupGloo: torch's stubs do not know their collectives
 

@@ -32,8 +32,8 @@ from nanovllm.parallel.halves import OVERLAP_TOKENS, rows_of_half
 from nanovllm.parallel.peer_memory import PeerMemorySizes
 from nanovllm.parallel.rendezvous import Rendezvous
 from nanovllm.parallel.watch import Failure, Progress
-from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.ranks import RankSetup, bound
+from nanovllm.runner.model_runner import ModelRunner, RankSetup
+from nanovllm.runner.ranks import bound
 
 EXIT_SECONDS = 5.0  # time for workers to exit on request; then they are killed
 OWN_FILES, FILES_PER_PROCESS = 16, 8  # that may be open at once: weights, pipes, sockets

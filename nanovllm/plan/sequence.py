@@ -86,12 +86,6 @@ class Sequence:
     def completion_token_ids(self) -> list[int]:
         return self.output_ids.tolist()
 
-    def __repr__(self) -> str:
-        return (
-            f"Sequence({self.seq_id}, {self.status.name}, {self.num_known_tokens}+{self.num_pending_tokens} "
-            f"tokens, {self.num_computed_tokens} computed, {sum(map(len, self.tables[:1]))} blocks)"
-        )
-
 
 # One row for each slot, so that one lookup finds all columns of a step.
 _ROW = np.dtype(

@@ -7,7 +7,6 @@ method does the rest. It never communicates, and nothing here opens a file.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -106,11 +105,6 @@ class Product:
 
     def __getitem__(self, rows: torch.Tensor) -> Product:
         return replace(self, x=self.x[rows])
-
-    @classmethod
-    def cat(cls, products: Sequence[Product]) -> Product:
-        """The product of one weight with the rows of all."""
-        return replace(products[0], x=torch.cat([_tensor(each.x) for each in products]))
 
     def tensor(self) -> torch.Tensor:
         """The product, [T, N]."""

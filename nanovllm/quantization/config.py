@@ -13,8 +13,7 @@ from typing import Any
 from nanovllm import doors
 from nanovllm.doors import Table
 from nanovllm.quantization.base import Kind, LinearMethod
-from nanovllm.quantization.names import FileNames, is_cache_scale
-from nanovllm.quantization.shards import WeightMethod
+from nanovllm.quantization.shards import FileNames, WeightMethod, is_cache_scale
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
 
 

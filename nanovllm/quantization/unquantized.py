@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.device import cpu_door
+from nanovllm.doors import cpu_door
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.gemv import gemv, use_gemv
 from nanovllm.kernels.matmul import linear, use_linear

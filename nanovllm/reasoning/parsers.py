@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
+from nanovllm.answers import CompletionOutput, changed
 from nanovllm.extras.stop_strings import StopSearch, StopStrings, text_stream
+from nanovllm.params import SamplingParams
 from nanovllm.reasoning.answers import ThinkingStream
 from nanovllm.reasoning.marks import REASONING, Channels, Thinking
 from nanovllm.reasoning.prompts import Vocabulary, begin
@@ -32,6 +34,17 @@ class Parsed(NamedTuple):
     tool_calls: list[dict[str, Any]] | None
     errors: list[str] | None
     num_reasoning_tokens: int
+
+    def put_into(self, output: CompletionOutput) -> CompletionOutput:
+        """A copy of an output with these parts."""
+        return changed(
+            output,
+            text=self.text,
+            reasoning=self.reasoning,
+            tool_calls=self.tool_calls,
+            tool_call_errors=self.errors,
+            num_reasoning_tokens=self.num_reasoning_tokens,
+        )
 
 
 class Asked(NamedTuple):
@@ -159,6 +172,11 @@ class ParsedText:
     def take_reasoning(self) -> str | None:
         """Return the new thinking since the last call; None without a reasoning parser."""
         return None if self._parsers.family is None else self._stream.take()
+
+    def completion(self, params: SamplingParams, index: int, token_ids: list[int]) -> CompletionOutput:
+        """As `StopStrings.completion`."""
+        output = self._stops.completion(params, index, token_ids[: self.num_tokens])
+        return self.parsed(params.include_stop_str_in_output, index).put_into(output)
 
     def parsed(self, include: bool = False, number: int = 0) -> Parsed:
         """The whole answer, once, at its end. include: with the stop string that ended it. number: of the

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from nanovllm.answers import CompletionOutput, changed
+from nanovllm.answers import CompletionOutput
 from nanovllm.checks import BadRow, attempt
 from nanovllm.config import Config
 from nanovllm.extras.stop_strings import StopSearch
 from nanovllm.params import SamplingParams
-from nanovllm.reasoning.parsers import AnswerParsers, Asked, Parsed
+from nanovllm.reasoning.parsers import AnswerParsers, Asked
 from nanovllm.reasoning.rules import thinking_rules
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, Request
@@ -73,13 +73,6 @@ class ParsingProcessor(Processor):
         search = self._searches(tuple(params.stop or ()))
         return self.parsers.stream(self._detokenizer(params), _asked(request), search, params.min_tokens)
 
-    def stopped_completion(
-        self, request: Request, index: int, token_ids: list[int], stop: Any
-    ) -> CompletionOutput:
-        kept = token_ids[: stop.num_tokens]
-        output = CompletionOutput(index, "", kept, finish_reason="stop", stop_reason=stop.found)
-        return changed(output, **_fields(stop.parsed(request.params.include_stop_str_in_output, index)))
-
     def completion(
         self, request: Request, index: int, token_ids: list[int], finish_reason: str, stop_token: int | None
     ) -> CompletionOutput:
@@ -90,7 +83,7 @@ class ParsingProcessor(Processor):
         said = token_ids[:-1] if is_cut else token_ids
         asked = _asked(request)._replace(number=index)
         parsed = self.parsers.whole(self._detokenizer(request.params), asked, said)
-        return changed(output, **_fields(parsed))
+        return parsed.put_into(output)
 
     def _text(self, request: Request, output_ids: list[int]) -> str:
         return ""  # the parsers decode
@@ -98,14 +91,3 @@ class ParsingProcessor(Processor):
 
 def _asked(request: Request) -> Asked:
     return Asked(request.prompt_token_ids, 0, request.tools)
-
-
-def _fields(parsed: Parsed) -> dict[str, Any]:
-    """The fields of a `CompletionOutput`."""
-    return {
-        "text": parsed.text,
-        "reasoning": parsed.reasoning,
-        "tool_calls": parsed.tool_calls,
-        "tool_call_errors": parsed.errors,
-        "num_reasoning_tokens": parsed.num_reasoning_tokens,
-    }

@@ -92,7 +92,7 @@ class ResidentModelRunner(ModelRunner):
             kv_bytes = self.kv_cache.nbytes
             self.graphs.clear()  # they hold addresses of weights and KV cache
             self.prefills = None
-            self.ending.free_extras()
+            self.ending.extras = None  # created again on use; no sequence is unfinished
             self._set_kv_cache(0)
             self.device.empty_cache()
             self._freed_bytes = max(kv_bytes, self.device.memory()[0] - free)

@@ -1,4 +1,5 @@
-"""BatchRunner: one Batch in, one set of sampled tokens out, on a model that is loaded.
+"""BatchRunner: one Batch in, one set of sampled tokens out, on a model that is loaded. Ending: the end of a
+step, from hidden states through the LM head to tokens; `extras/ending.py` computes what extras ask for.
 
 Never sees a Sequence and never decides what runs. Only `PendingOutput.result` waits for the device.
 """
@@ -7,70 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 
-from nanovllm.attention.base import SharedPrefixes
-from nanovllm.batch import Batch, StepKind, StepOutput, StepSize
+from nanovllm.batch import NOT_DRAWN, Batch, StepKind, StepOutput, StepSize, rows_of
 from nanovllm.device import Device
-from nanovllm.kernels.last_tokens import take_tokens
-from nanovllm.kernels.logits import WORD
+from nanovllm.doors import EXTRAS, Table
+from nanovllm.kernels.last_tokens import keep_tokens, take_tokens
+from nanovllm.kernels.sampling import sample
 from nanovllm.layers.stream import Group, Step
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.runner.ending import Ending
 from nanovllm.runner.inputs import BatchInputs, PendingOutput, Staging, prepare_decode, prepare_prefill
 from nanovllm.runner.memory import CacheLayout
+from nanovllm.runner.protocols import (
+    GraphOutput,
+    Graphs,
+    Prefills,
+    PrefixFinder,
+    RecordedSteps,
+    SharedRows,
+)
 
-GraphOutput = tuple[torch.Tensor, torch.Tensor | None]
-SharedRows = SharedPrefixes[np.ndarray]
-
-
-class PrefixFinder(Protocol):
-    """What finds the rows of a decode step that begin with the same blocks; see `shared_prefixes/`."""
-
-    nothing: dict[int, SharedRows]  # no such rows, by each chunk that `find` may choose
-
-    def find(self, batch: Batch) -> SharedRows | None:
-        """The prefixes to read once for several rows; None if that does not pay."""
-
-
-class Graphs(Protocol):
-    """Decode steps over fixed tensors, captured by number of rows; see `cuda_graphs/`."""
-
-    def size_for(self, num_seqs: int) -> int:
-        """The smallest size that holds `num_seqs` rows."""
-
-    def capture(self, size: int) -> None:
-        """Capture one size, unless it is captured."""
-
-    def replay(self, size: int) -> Any:
-        """Run the captured step of `size` rows; return its output, which is valid until the next replay."""
-
-
-class Prefills(Protocol):
-    """Prefill steps that are captured in part; see `cuda_graphs/prefill.py`."""
-
-    def run(self, token_ids: torch.Tensor, step: Step, wanted: torch.Tensor | None) -> torch.Tensor | None:
-        """As the model; None if this step is not captured."""
-
-
-class RecordedSteps(Protocol):
-    """What a door has in place of graphs: decode steps, recorded when they first run and then replayed."""
-
-    @property
-    def usable(self) -> bool:
-        """Whether steps can be recorded, as far as is known."""
-
-    def clear(self) -> None:
-        """Forget all recordings: addresses of weights or of the KV cache change."""
-
-    def run(self, key: object, make_step: Callable[[], Callable[[], Any]]) -> Any:
-        """The output of the step `key`, of its recording or of the step that `make_step` makes, which is
-        recorded. None if it cannot be recorded; then it has stored no token."""
+_EXTRAS: Table[Any] = Table(EXTRAS)
+_CHUNK_BYTES = 2**28  # of float32 logits that are computed at once
 
 
 class BatchRunner:
@@ -94,12 +57,6 @@ class BatchRunner:
     recorded: RecordedSteps | None = None  # on a CPU, in place of graphs
     routed: torch.Tensor | None = None  # the experts of each token, if they are returned
     _undrawn: tuple[Batch, torch.Tensor, BatchInputs[torch.Tensor]] | None = None  # as of `Ending.end`
-
-    def run(self, batch: Batch) -> StepOutput[np.ndarray]:
-        """Run a step and wait for its tokens."""
-        handle = self.launch(batch)
-        assert handle is not None, "no rules, nothing to wait for"
-        return handle.result()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingOutput | None:
@@ -157,16 +114,6 @@ class BatchRunner:
         routed = None if self.routed is None else self.routed[:num_tokens]
         return self.staging.receive(replace(tensors, routed=routed))
 
-    @cached_property
-    def mask_buffer(self) -> np.ndarray:
-        """Host memory for token masks: [max_num_seqs, ceil(vocabulary / 32)] int32.
-
-        It can be reused once its step was read. It is kept, because page faults in megabytes of fresh memory
-        would take longer than the writing.
-        """
-        words = -(-self.model_config.vocab_size // WORD)
-        return self.device.host_buffer(self.size.seqs * words, torch.int32).numpy().reshape(-1, words)
-
     @torch.inference_mode()
     def draw(self, masks: object) -> PendingOutput:
         """Queue the end of the launched step; `masks` are its allowed tokens."""
@@ -191,3 +138,54 @@ class BatchRunner:
         step = Step(inputs.positions, inputs.attention, halves=inputs.halves, slots=inputs.token_slots)
         hidden = None if self.prefills is None else self.prefills.run(token_ids, step, inputs.wanted_rows)
         return self.model(token_ids, step, inputs.wanted_rows) if hidden is None else hidden
+
+
+class Ending:
+    """The end of every step of one rank. Each rank processes a part of the rows; all get all token ids. Owns
+    each slot's last token."""
+
+    def __init__(
+        self, model: DecoderForCausalLM, tp: Group, device: Device, max_seqs: int, logprobs_mode: str
+    ) -> None:
+        """max_seqs: sequences of the largest step, and the number of slots. logprobs_mode: as in `Config`."""
+        self.model, self.tp, self.device = model, tp, device
+        self.vocab_size = model.config.vocab_size
+        self.logprobs_mode = logprobs_mode
+        self.max_rows = max(1, min(max_seqs, _CHUNK_BYTES // (4 * self.vocab_size)))  # of logits with extras
+        self.max_seqs = max_seqs
+        self.extras: Any = None  # the door's `ExtrasEnding`, once a step has extras
+        self.last_token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device.torch)  # by slot
+
+    def end(
+        self,
+        batch: Batch,
+        hidden: torch.Tensor,
+        inputs: BatchInputs[torch.Tensor],
+        masks: object = None,
+    ) -> StepOutput[torch.Tensor]:
+        """Draw a step's tokens, and compute what its extras ask for.
+
+        hidden: [n, hidden_size], of the tokens in `wanted_rows`, or of all decode rows. masks: of
+        `Scheduler.masks`.
+        """
+        if batch.extras:
+            if self.extras is None:
+                self.extras = _EXTRAS["ending"](self)
+            output: StepOutput[torch.Tensor] = self.extras.end(batch, hidden, inputs, masks, self.draw)
+            return output
+        last = hidden[: len(batch.slots)]
+        if batch.draws.any():
+            token_ids = self.draw(last, inputs)
+        else:  # only chunks of prompts
+            token_ids = last.new_full((len(last),), NOT_DRAWN, dtype=torch.int64)
+        return StepOutput(token_ids[:, None])
+
+    def draw(self, hidden: torch.Tensor, inputs: BatchInputs[torch.Tensor]) -> torch.Tensor:
+        """Draw the tokens [n] for hidden [n, hidden_size] of the step's first n sequences, and store them by
+        slot."""
+        logits = self.model.compute_logits(hidden)
+        mine, whole = self.tp.whole_rows(logits, self.vocab_size)
+        token_ids = sample(whole, rows_of(inputs.sampling, mine))
+        token_ids = self.tp.join_rows(token_ids, mine, logits)
+        keep_tokens(token_ids, inputs.sample_slots[: len(hidden)], self.last_token_ids)
+        return token_ids

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanovllm import doors
-from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.device import Device

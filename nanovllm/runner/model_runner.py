@@ -1,12 +1,14 @@
 """ModelRunner: what one rank needs to run steps. Loads the model, and owns it, the KV cache and the buffers.
 
-Measures and takes memory, at a start and whenever it changes; `BatchRunner` runs the steps.
+Measures and takes memory, at a start and whenever it changes; `BatchRunner` runs the steps. RankSetup: what a
+process needs to make one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -15,22 +17,23 @@ import torch
 
 from nanovllm import doors
 from nanovllm.attention.backends import cache_dtype, resolve_block_size, select
-from nanovllm.batch import Batch, StepKind, StepSize, greedy
+from nanovllm.batch import Batch, StepKind, StepOutput, StepSize, greedy
 from nanovllm.config import Config
-from nanovllm.device import Device, cpu_door, has_cpu_kernels
-from nanovllm.doors import Table
+from nanovllm.device import Device, has_cpu_kernels
+from nanovllm.doors import Table, cpu_door
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.kernels.decode_attention import SharedUnit
+from nanovllm.kernels.logits import WORD
 from nanovllm.layers.stream import Group
 from nanovllm.layers.weights import allocate
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.weights import load_weights
 from nanovllm.quantization.shards import WeightOptions
-from nanovllm.runner.batch_runner import BatchRunner, PrefixFinder
-from nanovllm.runner.ending import Ending
+from nanovllm.runner.batch_runner import BatchRunner, Ending
 from nanovllm.runner.inputs import Staging
 from nanovllm.runner.memory import CacheLayout, KVCacheSpace, attach
+from nanovllm.runner.protocols import PrefixFinder
 
 CALIBRATIONS: Table[Callable[[ModelRunner], None]] = Table(doors.CALIBRATIONS)
 _FILLS: Table[Callable[[DecoderForCausalLM, int, Callable[[], None]], None]] = Table(doors.LOAD_FORMATS)
@@ -127,7 +130,8 @@ class ModelRunner(BatchRunner):
                 needed += int(needed * doors.find(doors.PREFILL_SHARE)(self))
             self.prefixes = self._make_prefix_finder()  # equal sequences share everything: the most memory
             needed += self._warmup_peak(StepKind.DECODE, self.config.max_num_seqs, 1, self.max_model_len)
-        needed += self.ending.reserved_bytes()
+        # For extras: the counts of penalties, and two float32 chunks of logits, as each change copies them.
+        needed += (2 * self.ending.max_seqs + 2 * 4 * self.ending.max_rows) * self.ending.vocab_size
         needed += sum(layer.state_bytes(self.config.max_num_seqs) for layer in self.model.state_layers)
         self._set_kv_cache(0)
         self.device.release_memory()
@@ -138,6 +142,22 @@ class ModelRunner(BatchRunner):
         self.device.reset_peak()
         self.run(self.equal_batch(kind, num_seqs, query_len, context_len))
         return self.device.peak_above_current()
+
+    def run(self, batch: Batch) -> StepOutput[np.ndarray]:
+        """Run a step and wait for its tokens."""
+        handle = self.launch(batch)
+        assert handle is not None, "no rules, nothing to wait for"
+        return handle.result()
+
+    @cached_property
+    def mask_buffer(self) -> np.ndarray:
+        """Host memory for token masks: [max_num_seqs, ceil(vocabulary / 32)] int32.
+
+        It can be reused once its step was read. It is kept, because page faults in megabytes of fresh memory
+        would take longer than the writing.
+        """
+        words = -(-self.model_config.vocab_size // WORD)
+        return self.device.host_buffer(self.size.seqs * words, torch.int32).numpy().reshape(-1, words)
 
     def equal_batch(self, kind: StepKind, num_seqs: int, query_len: int, context_len: int) -> Batch:
         """A step of equal sequences with filters, to measure its memory; which filter makes no difference.
@@ -242,3 +262,23 @@ class ModelRunner(BatchRunner):
                 self.__dict__.pop(name, None)
             self.tp.close()
             self.device.release_memory()
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """Everything that a process needs to become rank `rank` of `size`."""
+
+    rank: int
+    size: int
+    device: str
+    config: Config
+    model_config: ModelConfig
+    model_path: Path
+    max_model_len: int
+    runner: type[ModelRunner] = ModelRunner
+
+    def load(self, device: Device, group: Group, check: Callable[[], None] = lambda: None) -> ModelRunner:
+        """Load this rank's part of the model; `check` as in `ModelRunner`."""
+        return self.runner(
+            self.config, self.model_config, self.model_path, device, group, self.max_model_len, check
+        )

@@ -7,40 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.layers.stream import Group
-from nanovllm.models.config import ModelConfig
 from nanovllm.runner.batch_runner import BatchRunner
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.model_runner import RankSetup
 
 R = TypeVar("R", bound=BatchRunner)
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RankSetup:
-    """Everything that a process needs to become rank `rank` of `size`."""
-
-    rank: int
-    size: int
-    device: str
-    config: Config
-    model_config: ModelConfig
-    model_path: Path
-    max_model_len: int
-    runner: type[ModelRunner] = ModelRunner
-
-    def load(self, device: Device, group: Group, check: Callable[[], None] = lambda: None) -> ModelRunner:
-        """Load this rank's part of the model; `check` as in `ModelRunner`."""
-        return self.runner(
-            self.config, self.model_config, self.model_path, device, group, self.max_model_len, check
-        )
 
 
 class OneRank:

@@ -19,8 +19,8 @@ from nanovllm.kv_group import slabs_of
 from nanovllm.layers.stream import Group
 from nanovllm.models.weights import weight_bytes
 from nanovllm.runner.memory import check_weights_fit, fit_kv_cache
-from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.ranks import OneRank, RankSetup
+from nanovllm.runner.model_runner import ModelRunner, RankSetup
+from nanovllm.runner.ranks import OneRank
 
 RANKS: Table[type[OneRank]] = Table(doors.RANKS)  # of more than one
 logger = logging.getLogger("nanovllm")

@@ -14,8 +14,8 @@ import numpy as np
 from nanovllm.attention.base import SharedPrefixes
 from nanovllm.batch import PADDING, Batch
 from nanovllm.kernels.decode_attention import CHUNK, LONG_PREFIX, SharedUnit, least_chunk
-from nanovllm.runner.batch_runner import SharedRows
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.protocols import SharedRows
 
 MIN_SHARED_TOKENS = 16384  # saved reads in a step from which a second pass over the batch pays
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import Any
 
-from nanovllm.engine.stats import History, Load
+from nanovllm.engine.executor import Load
+from nanovllm.engine.stats import History
 from nanovllm.stats.timeline import SUMMED, Interval, joined
 
 # Fields of TimelinePoint that are means over seconds and over steps.

@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.answers import CompletionOutput, RequestOutput, changed, unlisted
 from nanovllm.batch import TokenEvents
 from nanovllm.engine.requests import RequestState
-from nanovllm.text.detokenizer import LONGEST_CUT
+from nanovllm.text.characters import LONGEST_CUT
 from nanovllm.text.processor import Processor
 
 
@@ -81,7 +81,7 @@ class Parts:
         rows = [] if extras is None else extras.logprobs[stream.num_tokens :]
         stream.num_characters += len(text)
         stream.num_tokens += len(token_ids)
-        part = self._processor.with_logprobs(part, stream.state.request, rows, stream.before)
+        part = self._processor.extras.with_logprobs(part, stream.state.request, rows, stream.before)
         stream.before = [*stream.before, *token_ids][-LONGEST_CUT:]
         return changed(part, cumulative_logprob=None)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from nanovllm.answers import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm.checks import BadRow, attempt, pack_token_ids
+from nanovllm.checks import BadRow, attempt, has_extras, pack_token_ids
 from nanovllm.doors import EXTRAS, TEXT, Table
 from nanovllm.params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
@@ -45,29 +45,21 @@ class Processor:
         """eos_token_ids: the model's own. max_logprobs: as in `Config`."""
         self.tokenizer = tokenizer  # may be replaced at any time
         self.vocab_size = vocab_size
-        self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+        self.own_eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self.max_logprobs = max_logprobs
+        self.templates: Any = None  # the `TemplateProcess`, once `chat/templates.py` has made one
         self.max_model_len: int | None = None  # a text that cannot fit is not tokenised; None: no limit
         self._detokenizers: dict[bool, Detokenizer] = {}  # by whether special tokens are skipped
 
     @property
     def eos_token_ids(self) -> list[int]:
         """The end-of-sequence tokens: the model's own and, as in vLLM, the tokenizer's."""
-        ids, own = self._eos_token_ids, None if self.tokenizer is None else self.tokenizer.eos_token_id
+        ids, own = self.own_eos, None if self.tokenizer is None else self.tokenizer.eos_token_id
         return ids if own is None or own >= self.vocab_size or own in ids else [*ids, own]
 
-    def add_written_end(self) -> None:
-        """Have answers end by the token, too, that the chat template writes after them."""
-        self._eos_token_ids = _TEXT["written_end"](self.tokenizer, self.eos_token_ids, self.templates)
-
-    @property
-    def templates(self) -> Any:
-        """The process that applies chat templates; any thread may be the first to use it."""
-        return vars(self).get("_templates") or vars(self).setdefault("_templates", _TEXT["templates"]())
-
     def close(self) -> None:
-        """End that process, if there is one."""
-        if "_templates" in vars(self):
+        """End the process that applies chat templates, if there is one."""
+        if self.templates is not None:
             self.templates.close()
 
     def make_requests(
@@ -106,7 +98,7 @@ class Processor:
                 first_id + row,
                 prompt.text,
                 token_ids,
-                param.guarded() if on_error == "return" else param,
+                param.guarded() if on_error == "return" and param.logits_processors else param,
                 stop_token_ids,
                 bad_words,
                 constraint,
@@ -142,34 +134,10 @@ class Processor:
         stop_reason = None if is_eos else stop_token
         return CompletionOutput(index, text, token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
 
-    def stopped_completion(
-        self, request: Request, index: int, token_ids: list[int], stop: Any
-    ) -> CompletionOutput:
-        """Return completion `index` of the request, in which `stop` has found a stop string."""
-        text = stop.text(request.params.include_stop_str_in_output)
-        kept = token_ids[: stop.num_tokens]
-        return CompletionOutput(index, text, kept, finish_reason="stop", stop_reason=stop.found)
-
     @cached_property
     def extras(self) -> Any:
         """What makes constraints and logprobs, on first use."""
         return _EXTRAS["texts"](self)
-
-    def with_logprobs(
-        self,
-        output: CompletionOutput,
-        request: Request,
-        rows: list[Any],
-        before: Sequence[int] = (),
-    ) -> CompletionOutput:
-        """Return the completion with the logprobs of its tokens, one row for each, if requested.
-
-        before: for a part of a completion, the last tokens before it.
-        """
-        if request.params.num_logprobs is None:
-            return output
-        found: CompletionOutput = self.extras.with_logprobs(output, request, rows, before)
-        return found
 
     def output(
         self,
@@ -209,19 +177,15 @@ class Processor:
         if self.tokenizer is not None and self.max_model_len is not None and len(text) >= LONG_TEXT:
             self.extras.check_length(text, where, self.max_model_len)
 
-    def decode(self, token_ids: list[int]) -> str | None:
-        """The text of tokens; None without a tokenizer."""
-        return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
-
     def _output_ids(self, params: SamplingParams) -> _OutputIds:
         """Tokenise and compile the parameters. ValueError and ImportError as in `make_requests`."""
         if params.stop and self.tokenizer is None:
-            raise needs_tokenizer("stop", params.stop)
+            raise self.extras.needs_tokenizer("stop", params.stop)
         stop_ids = list(params.stop_token_ids or ())
         pack_token_ids(stop_ids, self.vocab_size, "stop_token_ids", ordered=False)
         if _ends_with_eos(params):
             stop_ids += self.eos_token_ids
-        bad_words, constraint = self.extras.compiled(params) if params.has_extras else ((), None)
+        bad_words, constraint = self.extras.compiled(params) if has_extras(params) else ((), None)
         return frozenset(stop_ids), bad_words, constraint
 
     def _encode(self, prompts: Sequence[Prompt | BadRow]) -> list[Sequence[int] | BadRow]:
@@ -283,14 +247,6 @@ class Processor:
 def _ends_with_eos(params: SamplingParams) -> bool:
     """Whether the model's end-of-sequence tokens end an output. A constraint decides where they may occur."""
     return not params.ignore_eos or params.structured_outputs is not None
-
-
-def needs_tokenizer(name: str, value: object) -> ValueError:
-    """The error of a parameter that only a tokenizer gives a meaning."""
-    return ValueError(
-        f"{name}={value!r} needs a tokenizer, and skip_tokenizer_init=True; use stop_token_ids or "
-        "allowed_token_ids"
-    )
 
 
 def encode(

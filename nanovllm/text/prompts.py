@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from nanovllm.checks import BadRow, attempt
+from nanovllm.checks import BadRow, attempt, checked
 from nanovllm.inputs import NUMBERS, PromptLike, encoded_rows, in_mapping, iterable, show, token_ids_in
 from nanovllm.params import SamplingParams
 
@@ -120,16 +120,16 @@ def parse_sampling_params(
             f"{len(sampling_params)} sampling_params for {num_prompts} prompts; "
             "pass one for all or one for each"
         )
-    checked: dict[Any, SamplingParams] = {}  # by content
+    by_content: dict[Any, SamplingParams] = {}
     rows: list[SamplingParams | BadRow] = []
     kept = list(sampling_params)  # alive, because `_content` may return their identities
     for index, params in enumerate(kept, first_index):
         key = _content(params)
-        found: SamplingParams | BadRow | None = checked.get(key)
+        found: SamplingParams | BadRow | None = by_content.get(key)
         if found is None:
             found = attempt(check_params, params, f"sampling_params[{index}]")
             if isinstance(found, SamplingParams):
-                checked[key] = found
+                by_content[key] = found
         rows.append(found)
     return rows
 
@@ -148,7 +148,7 @@ def check_params(params: Any, where: str) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise TypeError(f"{where} must be SamplingParams, not {show(params)}")
     try:
-        return params.checked()
+        return checked(params)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}: {error}") from None
 
@@ -191,10 +191,3 @@ class Request:
         hidden state."""
         scores_only = self.params.max_tokens == 0 and self.first_scored is not None
         return max(1, len(self.prompt_token_ids) - scores_only)
-
-    @property
-    def next_wanted(self) -> int | None:
-        """The first prompt position whose hidden state is needed, to score the next token or for pooling."""
-        if self.pooling is not None:
-            return 0 if self.pooling == "mean" else len(self.prompt_token_ids) - 1
-        return None if self.first_scored is None else self.first_scored - 1

@@ -8,7 +8,7 @@ from math import lcm
 
 import numpy as np
 
-from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.batch import PADDING, Batch
 from nanovllm.kv_group import KVGroup
 from nanovllm.runner.memory import CacheLayout

@@ -19,7 +19,8 @@ from tensors import BF16, F16, F32, FP8, assert_near
 from tiny_models import MORE_FAMILIES, transformers_greedy, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionMetadata
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.batch import PADDING
 from nanovllm.flash_attn.backend import FlashAttnBackend
 from nanovllm.kernels.attention_reference import (

@@ -9,7 +9,8 @@ import inside
 import pytest
 
 from nanovllm.batch import StepKind
-from nanovllm.engine.stats import MANY, History, Load, StepStats
+from nanovllm.engine.executor import Load
+from nanovllm.engine.stats import MANY, History, StepStats
 from nanovllm.stats.summary import EngineStats, summary
 from nanovllm.stats.timeline import INTERVAL_SECONDS, MAX_INTERVALS
 

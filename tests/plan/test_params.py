@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
+from nanovllm.extras.columns import has_filters
 from nanovllm.extras.logits_processors import takes_prompt
 from nanovllm.extras.structured_outputs import StructuredOutputsParams
 from nanovllm.plan.sequence import SamplingTable, Sequence
@@ -318,13 +319,13 @@ def test_sampling_columns_of_greedy_rows_are_neutral() -> None:
     positions = np.array([7, 8, 9])
     plain = table.take(np.array([1, 0]), positions[:2])
     assert plain.temperature.tolist() == [0.5, 0] and plain.seeds.tolist() == [2, 1]
-    assert plain.positions.tolist() == [7, 8] and not plain.has_filters
+    assert plain.positions.tolist() == [7, 8] and not has_filters(plain)
     assert plain.top_k.tolist() == plain.min_p.tolist() == [0, 0]
     assert plain.top_p.tolist() == [1, 1]
     mixed = table.take(np.array([3, 2, 0]), positions)
     assert mixed.top_k.tolist() == [0, 3, 0] and mixed.seeds.tolist() == [-4, 3, 1]
     assert np.allclose(mixed.top_p, [0.9, 1, 1]) and np.allclose(mixed.min_p, [0.2, 0, 0])
-    assert mixed.has_filters and table.take(np.array([2]), positions[:1]).has_filters
+    assert has_filters(mixed) and has_filters(table.take(np.array([2]), positions[:1]))
     for name, column in SAMPLING_PARAMETERS.items():
         assert name == "temperature" or getattr(SamplingParams(), name) == column.neutral
 
@@ -336,7 +337,7 @@ def test_a_top_k_of_any_size_fits_its_column(top_k: int) -> None:
     table.set(seq)
     columns = table.take(np.array([0]), np.array([3]))
     assert columns.top_k.tolist() == [min(max(top_k, 0), 2**31 - 1)]
-    assert columns.has_filters == (top_k > 0)
+    assert has_filters(columns) == (top_k > 0)
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanovllm.checks import attempt
+from nanovllm.checks import attempt, checked
 from nanovllm.config import Config
 from nanovllm.sampling_params import SEED_LIMIT, RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import parse_sampling_params
@@ -245,7 +245,7 @@ def test_parameters_share_a_check_only_if_equal_in_value_and_type() -> None:
     first, *others = parse_sampling_params(many, 6)
     assert isinstance(first, SamplingParams)
     for index, (params, found) in enumerate(zip(many[1:], others, strict=True), 1):
-        alone = attempt(params.checked)
+        alone = attempt(checked, params)
         if isinstance(alone, Exception):
             assert str(found) == f"sampling_params[{index}]: {alone}"
         else:
@@ -304,7 +304,7 @@ NUMBERS = st.one_of(
 @example(np.uint64(2**64 - 1))
 def test_what_float32_cannot_hold_is_refused(name: str, value: Any) -> None:
     try:
-        used = getattr(SamplingParams(**{name: value}).checked(), name)
+        used = getattr(checked(SamplingParams(**{name: value})), name)
     except ValueError as error:
         message = str(error)
     else:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.attention.base import AttentionSpec
-from nanovllm.attention.rotary import RopeConfig
+from nanovllm.attention.rotary import AttentionSpec, RopeConfig
 from nanovllm.formats.config_json.spellings import NAMES, one_form
 from nanovllm.formats.config_json.values import (
     activation,

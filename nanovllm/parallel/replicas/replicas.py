@@ -13,9 +13,9 @@ from typing import Any
 
 from nanovllm.answers import RequestMetrics, RequestOutput, changed
 from nanovllm.device import Device
-from nanovllm.engine.requests import refused_output
+from nanovllm.engine.executor import Load
 from nanovllm.engine.startup import OpenedModel
-from nanovllm.engine.stats import Load, StepStats
+from nanovllm.engine.stats import StepStats
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.parallel.replicas.pool import Pool
 from nanovllm.parallel.replicas.replica import Replica, unpack_output
@@ -133,14 +133,14 @@ class Replicas:
         """Forget a request that was aborted before it ran, and return its output."""
         (_, arrival), processor = self._requests.pop(str(request.request_id)), self._processor
         ended = [processor.completion(request, index, [], "abort", None) for index in range(request.params.n)]
-        completions = [processor.with_logprobs(each, request, []) for each in ended]
+        completions = [processor.extras.with_logprobs(each, request, []) for each in ended]
         arrival, now = self._epoch + arrival, self._epoch + perf_counter()
         return processor.output(request, completions, RequestMetrics(arrival, finished_time=now), [])
 
     def _given_up(self, request_id: int, why: str) -> RequestOutput:
         """Forget a request that no replica survives, and return its output."""
         (request, _), error = self._requests.pop(str(request_id)), ValueError(why)
-        return refused_output(request_id, request.index, request, error, error)
+        return self._processor.extras.refused(request_id, request.index, request, error, error)
 
     # -- between requests ------------------------------------------------------------------------------------
 

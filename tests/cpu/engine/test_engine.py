@@ -23,7 +23,7 @@ from nanovllm.cuda_graphs.graphs import CUDAGraphs
 from nanovllm.device import Device
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.quantization.unquantized import UnquantizedLinearMethod
-from nanovllm.runner.batch_runner import GraphOutput
+from nanovllm.runner.protocols import GraphOutput
 from nanovllm.shared_prefixes import finder
 
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.batch import (
-    EMPTY_BATCH,
     LAST_SAMPLED,
     NO_SLOT,
     PADDING,
@@ -24,6 +23,7 @@ from nanovllm.batch import (
     greedy,
     map_columns,
 )
+from nanovllm.cuda_graphs.capture import EMPTY_BATCH
 from nanovllm.device import Device
 from nanovllm.extras.columns import ExtraOutput, LogprobColumns
 from nanovllm.kernels.decode_attention import SharedUnit
@@ -227,7 +227,6 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
 
     count = 2
     batch = replace(
-        EMPTY_BATCH,
         slots=np.arange(count),
         token_ids=np.ones(count, np.int32),
         query_lens=np.ones(count, np.int32),

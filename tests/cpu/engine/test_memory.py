@@ -16,7 +16,7 @@ from cpu_kernel_cases import finish, start
 from nanovllm.config import Config
 from nanovllm.cpu import isa
 from nanovllm.device import Device
-from nanovllm.device_memory import SPARE_BYTES
+from nanovllm.device_facts import SPARE_BYTES
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.runner.memory import KVCacheSpace, check_weights_fit, fit_kv_cache
 from nanovllm.runner.model_runner import ModelRunner

@@ -20,18 +20,20 @@ from test_needs import GPU
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.attention.backends import TritonBackend, resolve_block_size, select
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.reference import ReferenceBackend
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.config import Config
 from nanovllm.cpu import isa
 from nanovllm.device import Device
-from nanovllm.device_memory import CPU_KV_CACHE_BYTES
+from nanovllm.device_facts import CPU_KV_CACHE_BYTES
 from nanovllm.engine.startup import open_model
 from nanovllm.families.llama import LLAMA
+from nanovllm.families.norms import HeadsNorm
 from nanovllm.flash_attn.backend import FlashAttnBackend
 from nanovllm.kernels import attention_reference
 from nanovllm.kernels.paged import KVCache
-from nanovllm.layers.stream import HeadsNorm, Step
+from nanovllm.layers.stream import Step
 from nanovllm.layers.weights import allocate
 from nanovllm.models import decoder
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily

@@ -15,7 +15,8 @@ import torch
 from attention_cases import Heads
 from tensors import BF16, F16, F32, FP8
 
-from nanovllm.batch import EMPTY_BATCH, PADDING, greedy, map_columns
+from nanovllm.batch import PADDING, greedy, map_columns
+from nanovllm.cuda_graphs.capture import EMPTY_BATCH
 from nanovllm.kernels import decode_attention, matmul, paged, sampling
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.copy_cells import copy_cells_reference, copy_cells_triton

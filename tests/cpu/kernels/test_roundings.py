@@ -14,6 +14,7 @@ from outlier_models import FAMILIES, Sizes
 from tensors import BF16, F16, randn
 
 from nanovllm.cpu import isa
+from nanovllm.families.norms import HeadsNorm
 from nanovllm.kernels.activation import Activation, silu_and_mul_reference, silu_and_mul_triton
 from nanovllm.kernels.compat import cpu_kernel
 from nanovllm.kernels.gemv import gemv_reference, gemv_triton
@@ -25,7 +26,6 @@ from nanovllm.kernels.rotary import (
     qk_norm_rope_store_reference,
     qk_norm_rope_store_triton,
 )
-from nanovllm.layers.stream import HeadsNorm
 from nanovllm.layers.weights import allocate
 from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.config import QuantConfig

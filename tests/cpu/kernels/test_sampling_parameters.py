@@ -34,7 +34,7 @@ from sampling_reference import MODES, Reference, checker
 from test_texts import model_for
 
 from nanovllm import RequestOutput, SamplingParams
-from nanovllm.batch import PENALTIES
+from nanovllm.checks import PENALTIES
 from nanovllm.extras.logprobs import LogprobDicts
 from nanovllm.models.decoder import DecoderForCausalLM
 

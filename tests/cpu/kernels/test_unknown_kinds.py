@@ -20,11 +20,11 @@ from tiny_models import write_tiny_model
 
 from nanovllm.attention.backends import cache_dtype
 from nanovllm.attention.rotary import ROPES, RopeConfig, rope_table
-from nanovllm.batch import EMPTY_BATCH
 from nanovllm.cpu import isa
 from nanovllm.cpu.integers import IntegerConfig
 from nanovllm.cpu.kernels.int_layout import IntFormat
 from nanovllm.cpu.kernels.matmul import packed_shape
+from nanovllm.cuda_graphs.capture import EMPTY_BATCH
 from nanovllm.formats.config_json.values import rope_from
 from nanovllm.formats.fp8.kernels.grouped import Fp8Experts
 from nanovllm.formats.fp8.kernels.matmul import Fp8Weight

@@ -14,7 +14,8 @@ from attention_cases import Heads, variant_of
 from tensors import BF16, F16, F32, FP8
 
 from nanovllm.attention.backends import TritonBackend
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec, SharedPrefixes
+from nanovllm.attention.base import AttentionMetadata, SharedPrefixes
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.flash_attn.backend import FlashAttnBackend
 from nanovllm.kernels import decode_attention
 from nanovllm.kernels.compat import INTERPRET

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from nanovllm import LLM, KVCacheMemoryError, ModelLoadError, SamplingParams, demo_model_path
 from nanovllm.models.registry import load_model_config, open_checkpoint
-from nanovllm.runner import ranks
+from nanovllm.runner import model_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -124,13 +124,13 @@ def test_downloads_from_the_hub(model: Path, tokenizer_folder: Path, monkeypatch
 
 def test_no_worker_gets_the_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = []
-    init = ranks.RankSetup.__init__
+    init = model_runner.RankSetup.__init__
 
-    def recorded(self: ranks.RankSetup, *args: Any, **options: Any) -> None:
+    def recorded(self: model_runner.RankSetup, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         configs.append(self.config)
 
-    monkeypatch.setattr(ranks.RankSetup, "__init__", recorded)
+    monkeypatch.setattr(model_runner.RankSetup, "__init__", recorded)
     with make(model, tokenizer=TOKENIZERS["byte_level"], hf_token="secret", revision="main") as llm:
         assert [(config.hf_token, config.tokenizer) for config in configs] == [(None, None)]
         assert llm.config.hf_token == "secret"

@@ -15,7 +15,7 @@ from freed_blocks import CELLS, spoil_free_blocks
 from tiny_models import MORE_FAMILIES, transformers_greedy, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.batch import PADDING
 from nanovllm.engine.stats import StepStats
 from nanovllm.kernels.compat import INTERPRET

@@ -16,7 +16,7 @@ from test_models import PROMPT, forward, load
 from tiny_models import MORE_FAMILIES, edit_json, transformers_greedy, transformers_model, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.batch import PADDING
 from nanovllm.cpu import isa
 from nanovllm.kernels.compat import INTERPRET

@@ -10,6 +10,7 @@ import gguf
 import pytest
 from test_gguf_tokenizer import ALPHABET, write_tokens
 
+from nanovllm.chat.ends import add_written_end
 from nanovllm.config import Config
 from nanovllm.engine.startup import load_tokenizer, make_processor
 from nanovllm.models.registry import open_checkpoint
@@ -42,8 +43,8 @@ def ends(path: Path) -> list[str]:
     stated = checkpoint.generation()["eos_token_id"]
     tokenizer = checkpoint.tokenizer(load_tokenizer)
     processor = Processor(tokenizer, 300, stated)
-    processor.add_written_end()
-    processor.templates.close()
+    add_written_end(processor)
+    processor.close()
     return [tokenizer.convert_ids_to_tokens(each) for each in processor.eos_token_ids]
 
 

@@ -15,17 +15,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from threads import in_threads
 
+from nanovllm.families.norms import NoNorm
 from nanovllm.kernels.activation import Activation, silu_and_mul
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     ParallelLMHead,
     QKVParallelLinear,
-    ReplicatedLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from nanovllm.layers.stream import NoNorm, RMSNorm, Step, Stream
+from nanovllm.layers.stream import RMSNorm, Step, Stream
 from nanovllm.layers.weights import WeightLayer, allocate, finish_loading, weight_slots
+from nanovllm.moe.replicated import ReplicatedLinear
 from nanovllm.parallel.group import TPGroup
 from nanovllm.parallel.halves import HalvedStream
 from nanovllm.parallel.kernels.all_reduce import EMPTY, TURNS

@@ -23,7 +23,7 @@ from nanovllm.formats.fp8.kernels.values import FP8
 from nanovllm.formats.int4.configs import from_awq, from_gptq
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights
-from nanovllm.quantization.names import FileNames
+from nanovllm.quantization.shards import FileNames
 from tools.write_fp8 import write_fp8
 from tools.write_int4 import write_int4
 

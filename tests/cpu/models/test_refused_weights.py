@@ -16,7 +16,7 @@ from nanovllm import LLM, ModelLoadError
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine import startup
-from nanovllm.runner import ranks
+from nanovllm.runner import model_runner
 from tools.write_fp8 import write_fp8
 from tools.write_int4 import write_int4
 
@@ -43,7 +43,7 @@ def no_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise Runner
 
-    monkeypatch.setattr(ranks.RankSetup, "load", fail)
+    monkeypatch.setattr(model_runner.RankSetup, "load", fail)
 
 
 @pytest.mark.usefixtures("no_runner")

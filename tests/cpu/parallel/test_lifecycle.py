@@ -21,7 +21,8 @@ from threads import in_threads
 from tiny_models import VOCAB_SIZE, transformers_greedy
 
 from nanovllm import EngineClosedError, RequestOutput, SamplingParams
-from nanovllm.lifecycle import Lifecycle, finalize
+from nanovllm.lifecycle import Lifecycle
+from nanovllm.parallel.owned import finalize
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

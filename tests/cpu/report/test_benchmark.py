@@ -18,7 +18,7 @@ import torch
 
 import bench
 import nanovllm
-from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.batch import StepKind
 from nanovllm.cpu import isa
 from nanovllm.formats.fp8.loading import Stored

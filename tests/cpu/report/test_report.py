@@ -28,7 +28,8 @@ from report_pages import (
 
 from nanovllm import SamplingParams
 from nanovllm.batch import StepKind
-from nanovllm.engine.stats import History, Load, StepStats, attention_pairs
+from nanovllm.engine.executor import Load
+from nanovllm.engine.stats import History, StepStats, attention_pairs
 from nanovllm.report import charts, make_report, write_report
 from nanovllm.report.chart import STYLE, Axis, Chart, time_unit
 from nanovllm.report.gpu import GPUSample

@@ -15,6 +15,7 @@ from test_texts import KINDS, LETTERS, SPECIAL, TOKENIZERS, encode, model_for
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.batch import TokenEvents
+from nanovllm.checks import checked
 from nanovllm.engine.requests import Requests
 from nanovllm.extras.stop_strings import StopSearch, StopStrings, text_stream
 from nanovllm.outputs import CompletionOutput
@@ -179,7 +180,7 @@ def test_equal_lists_of_stop_strings_are_read_once() -> None:
     """Each row of a job has a copy of its own."""
     tokenizer = TOKENIZERS["byte_level"]
     processor = Processor(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    params = [SamplingParams(stop=["lo", "the"], n=2).checked() for _ in range(3)]
+    params = [checked(SamplingParams(stop=["lo", "the"], n=2)) for _ in range(3)]
     made = processor.make_requests(parse_prompts(["x"] * 3), params, 0)
     assert len({id(processor.stop_strings(request).search) for request in made}) == 1
 
@@ -229,7 +230,7 @@ def test_tokens_behind_the_match_in_one_step_are_dropped() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     requests = Requests(Processor(tokenizer, len(tokenizer), [tokenizer.eos_token_id]), seed=0)
     processor = inside.processor(requests)
-    params = SamplingParams(stop="lo").checked()
+    params = checked(SamplingParams(stop="lo"))
     [request] = processor.make_requests(parse_prompts("Say: "), [params], 0)
     [seq] = requests.make_sequences(request)
     requests.add(request, [seq], 0.0)
