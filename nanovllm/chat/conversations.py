@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nanovllm.chat.message_forms import Forms
-from nanovllm.chat.templates import PLAIN, TemplateError, TemplateProcess, plain
+from nanovllm.chat.templates import PLAIN, TemplateError, TemplateProcess, applied, plain
 from nanovllm.checks import BadRow, attempt
 from nanovllm.inputs import show, to_list
 from nanovllm.reasoning.messages import fit_reasoning
@@ -285,10 +285,10 @@ def render_conversations(
         if isinstance(given, Exception):
             rendered: list[Any] = [given] * len(good)
         else:
-            text, special, plain_texts, applied = given
-            rendered = process.render(text, special, plain_texts, applied)
+            text, special, plain_texts, rest = given
+            rendered = process.render(text, special, plain_texts, rest)
     else:
-        forms = Forms(partial(_applied, tokenizer, {**options, **PLAIN}))
+        forms = Forms(partial(applied, tokenizer, {**options, **PLAIN}))
         rendered = [_apply(tokenizer, forms, texts[row], options) for row in good]
     for row, text in zip(good, rendered, strict=True):
         texts[row] = text
@@ -341,15 +341,11 @@ def _plain_arguments(
     return template, special, plain(conversations), plain({**rest, "tools": tools})
 
 
-def _applied(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], conversation: Any) -> str:
-    return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
-
-
 def _apply(
     tokenizer: PreTrainedTokenizerBase, forms: Forms, conversation: Any, options: Mapping[str, Any]
 ) -> Any:
     try:
-        return _applied(tokenizer, options, forms.fit(conversation))
+        return applied(tokenizer, options, forms.fit(conversation))
     except Exception as error:  # it may raise anything
         return TemplateError(f"{type(error).__name__}: {error}")
 

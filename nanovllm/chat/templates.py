@@ -220,9 +220,9 @@ def serve(descriptor: str) -> None:
                 resource.setrlimit(resource.RLIMIT_AS, (used + limits.memory_bytes, resource.RLIM_INFINITY))
             if common not in known and len(known) == _MAX_FORMS:
                 known.clear()
-            applied = {"chat_template": template, "tokenize": False, **options}
-            apply: Callable[..., Any] = partial(tokenizer.apply_chat_template, **applied)
-            forms = known.setdefault(common, Forms(partial(apply, **PLAIN)))
+            options = {"chat_template": template, **options}
+            apply = partial(applied, tokenizer, options)
+            forms = known.setdefault(common, Forms(partial(applied, tokenizer, {**options, **PLAIN})))
             message: list[bytes] = []
             for part in portion:
                 signal.setitimer(signal.ITIMER_PROF, limits.seconds)  # then SIGPROF ends the process
@@ -234,11 +234,16 @@ def serve(descriptor: str) -> None:
                     message.clear()
 
 
+def applied(tokenizer: Any, options: Mapping[str, Any], conversation: Any) -> str:
+    """The text of a conversation by its tokenizer's template."""
+    return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
+
+
 def _rendered(apply: Callable[..., Any], forms: Forms, part: bytes, limits: Limits) -> tuple[bytes, bytes]:
     """The kind and the text of the answer to one conversation."""
     try:
         text = apply(forms.fit(pickle.loads(part)))
-        output = str(text).encode("utf-8", "surrogatepass")
+        output = text.encode("utf-8", "surrogatepass")
         if len(output) > limits.output_bytes:
             return _LIMIT, f"writes more than {limits.output_bytes:,} bytes".encode()
         return _TEXT, output

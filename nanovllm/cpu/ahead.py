@@ -54,7 +54,7 @@ def compile_ahead(runner: Any) -> None:
     if len(missing := _missing(runner)) < _FEW:
         return
     with _alone(folder):
-        missing = [each for each in missing if not is_kept(*each)]  # another process may have compiled them
+        missing = [each for each in missing if not is_kept(each)]  # another process may have compiled them
         if len(missing) >= _FEW:
             _compile(missing)
 
@@ -87,7 +87,7 @@ def _missing(runner: Any) -> list[_Kernel]:
         runner.recorded = recorded
         wanted.reset(token)
         runner.ending.last_token_ids.zero_()
-    return [each for each in [*((make,) for make in OWN), *found] if not is_kept(*each)]
+    return [each for each in [*((make,) for make in OWN), *found] if not is_kept(each)]
 
 
 def _compile(kernels: list[_Kernel]) -> None:

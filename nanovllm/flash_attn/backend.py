@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -106,11 +105,6 @@ class FlashAttnBackend(AttentionBackend):
         assert cache.k_scale is None and cache.v_scale is None, "flash-attn 2 reads no FP8 cache"
         package = _package()
         assert isinstance(package, ModuleType), "unavailable() returned the reason"
-        options: dict[str, Any] = {}  # which older packages do not know
-        if spec.window is not None:
-            options["window_size"] = spec.window - 1, 0  # tokens before it and after it
-        if spec.softcap is not None:
-            options["softcap"] = spec.softcap
         attend: Callable[..., torch.Tensor]
         if meta.cu_seqlens_q is None:
             attend = partial(package.flash_attn_with_kvcache, q[:, None], cache_seqlens=meta.context_lens)
@@ -123,12 +117,16 @@ class FlashAttnBackend(AttentionBackend):
                 max_seqlen_q=meta.max_seqlen_q,
                 max_seqlen_k=meta.max_seqlen_k,
             )
+        # Older packages do not know these two.
+        if spec.window is not None:
+            attend = partial(attend, window_size=(spec.window - 1, 0))  # tokens before it and after it
+        if spec.softcap is not None:
+            attend = partial(attend, softcap=spec.softcap)
         out = attend(
             cache.k,
             cache.v,
             softmax_scale=spec.scale,
             causal=True,
             block_table=meta.block_tables,
-            **options,
         )
         return out[:, 0] if meta.cu_seqlens_q is None else out

@@ -87,7 +87,7 @@ class NanoVLLM(TemplateLM):
         self.batch_size = batch_size
         self.max_gen_toks = max_gen_toks
         self._max_length = int(self.model.llm_engine.model_config.max_model_len or 0)
-        self._special = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
+        self._special = add_bos_token
         self._prefix = prefix_token_id
         self._template_args = dict(chat_template_args or {})
         if enable_thinking is not None:
@@ -118,15 +118,17 @@ class NanoVLLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The text of a conversation; without system messages if the template refuses them."""
-        options = {
-            "tokenize": False,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-            **self._template_args,
-        }
 
         def applied(messages: list[dict[str, str]]) -> str:
-            return str(self.tokenizer.apply_chat_template(messages, **options))
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
+                    **self._template_args,
+                )
+            )
 
         try:
             return applied(chat_history)
@@ -137,12 +139,12 @@ class NanoVLLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
         """The token ids of a string; if it begins with the beginning-of-sequence token, no other is added."""
-        special = self._special
-        if add_special_tokens is not None:
-            special = {"add_special_tokens": add_special_tokens}
-        elif string.startswith(str(self.tokenizer.decode(self.prefix_token_id))):
-            special = {"add_special_tokens": False}
-        return self.tokenizer.encode(string, **special, **options)
+        special = self._special if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and string.startswith(str(self.tokenizer.decode(self.prefix_token_id))):
+            special = False
+        if special is not None:
+            options["add_special_tokens"] = special
+        return self.tokenizer.encode(string, **options)
 
     def _loglikelihood_tokens(
         self,

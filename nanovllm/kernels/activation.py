@@ -76,9 +76,8 @@ def silu_and_mul_triton(x: torch.Tensor, kind: str = "") -> torch.Tensor:
     if rows == 0:
         return out
     assert x.stride(1) == 1
-    other = {"KIND": _KINDS[kind]} if kind else {}
     _silu_and_mul_kernel[(rows, -(-n // _BLOCK))](
-        x, out, x.stride(0), N=n, BLOCK=_BLOCK, num_warps=4, **other, **pdl_options(x)
+        x, out, x.stride(0), N=n, BLOCK=_BLOCK, KIND=_KINDS[kind], num_warps=4, **pdl_options(x)
     )
     return out
 

@@ -37,7 +37,7 @@ from nanovllm.parallel.worker import (
 )
 from nanovllm.residency.runner import ResidentModelRunner
 from nanovllm.runner.model_runner import ModelRunner, RankSetup
-from nanovllm.runner.ranks import OneRank, P, R, T, bound
+from nanovllm.runner.ranks import OneRank, P, R, T, called
 
 _BLAME_SECONDS = 2.0  # after an error in rank 0, wait this long for a worker's failure as its cause
 PHASES: dict[Callable[..., object], str] = {
@@ -128,12 +128,12 @@ class Ranks(OneRank):
         are ended, because they cannot know how far rank 0 got."""
         assert not options, "a message has positional arguments"
         with self._together(call, args):
-            return bound(self.runner, call)(*args)
+            return called(self.runner, call, args)
 
     def call(self, call: Callable[Concatenate[R, P], T], *args: P.args, **options: P.kwargs) -> list[T]:
         assert not options, "a message has positional arguments"
         with self._together(call, args):
-            own = bound(self.runner, call)(*args)
+            own = called(self.runner, call, args)
         return [own, *self.collect(phase_of(call))]
 
     @contextmanager

@@ -33,7 +33,7 @@ from nanovllm.parallel.peer_memory import PeerMemorySizes
 from nanovllm.parallel.rendezvous import Rendezvous
 from nanovllm.parallel.watch import Failure, Progress
 from nanovllm.runner.model_runner import ModelRunner, RankSetup
-from nanovllm.runner.ranks import bound
+from nanovllm.runner.ranks import called
 
 EXIT_SECONDS = 5.0  # time for workers to exit on request; then they are killed
 OWN_FILES, FILES_PER_PROCESS = 16, 8  # that may be open at once: weights, pipes, sockets
@@ -115,7 +115,7 @@ def loop(member: Member, reader: ChannelReader, replies: Connection) -> None:
             runner = member.load(device, group, lambda: replies.send(Progress()))
             gc.freeze()  # existing objects stay: no full collection while all ranks wait
         else:
-            result = bound(runner, call)(*args)
+            result = called(runner, call, args)
         if call not in UNANSWERED:
             replies.send(result)
     if runner is not None:

@@ -47,13 +47,13 @@ class OneRank:
         rank 0."""
         assert not options, "a message has positional arguments"
         with self._device.share_of_threads(1, self._setup.config.num_threads):
-            return bound(self.runner, call)(*args)
+            return called(self.runner, call, args)
 
     def call(self, call: Callable[Concatenate[R, P], T], *args: P.args, **options: P.kwargs) -> list[T]:
         """As `run`, for a method with an answer: return the results of all ranks, rank 0's first."""
         assert not options, "a message has positional arguments"
         with self._device.share_of_threads(1, self._setup.config.num_threads):
-            result = bound(self.runner, call)(*args)
+            result = called(self.runner, call, args)
         self.progress()
         return [result]
 
@@ -72,7 +72,7 @@ class OneRank:
             self.runner.exit()
 
 
-def bound(runner: BatchRunner, call: Callable[..., T]) -> Callable[..., T]:
-    """The runner's method `call`, which its class may override."""
+def called(runner: BatchRunner, call: Callable[..., T], args: tuple[Any, ...]) -> T:
+    """Call the runner's method `call`, which its class may override."""
     method: Callable[..., T] = getattr(runner, call.__name__)
-    return method
+    return method(*args)

@@ -125,8 +125,10 @@ def _make_bar(total: int, rates: Callable[[], str]) -> Any:
 
     # A notebook that a program runs keeps each redraw.
     columns, seconds = (_NOTEBOOK_COLUMNS, _NOTEBOOK_SECONDS) if in_notebook() else (None, 0.1)
-    size: dict[str, Any] = {"ncols": columns, "dynamic_ncols": columns is None}
-    return Bar(total=total, miniters=0, mininterval=seconds, disable=False, **size)
+    dynamic = columns is None
+    return Bar(
+        total=total, miniters=0, mininterval=seconds, disable=False, ncols=columns, dynamic_ncols=dynamic
+    )
 
 
 def layout(total: int, columns: object) -> str:

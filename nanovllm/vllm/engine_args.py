@@ -99,21 +99,17 @@ class EngineArgs(KnownFields):
         for name, default in _DEFAULTS.items():
             flag = "--" + name.replace("_", "-")
             flags = [flag, *([_SHORT[name]] if name in _SHORT else [])]
-            options: dict[str, Any] = {"dest": name, "default": default}
-            options["help"] = (
-                f"{_TOLD.get(name, '')} (default: {default})" if name in _OWN else argparse.SUPPRESS
-            )
+            told = f"{_TOLD.get(name, '')} (default: {default})" if name in _OWN else argparse.SUPPRESS
+            # Some are a switch or a value: versions of vLLM differ.
+            is_either = name == "async_scheduling" or (name in ENGINE and ENGINE[name].neutral is None)
             if isinstance(default, bool):
-                options["action"] = "store_true"
-            elif name == "async_scheduling" or (name in ENGINE and ENGINE[name].neutral is None):
-                # a switch or a value: versions of vLLM differ
-                options |= {"metavar": "VALUE", "nargs": "?", "const": True, "type": json_or_text}
+                group.add_argument(*flags, dest=name, default=default, help=told, action="store_true")
             else:
-                kind = _text if name in _TEXTS else _size if name in _SIZES else json_or_text
-                options |= {"metavar": "VALUE", "type": kind}
-            group.add_argument(*flags, **options)
-            if "const" not in options and "action" not in options:
-                continue
+                action = group.add_argument(*flags, dest=name, default=default, help=told, metavar="VALUE")
+                action.type = _text if name in _TEXTS else _size if name in _SIZES else json_or_text
+                if not is_either:
+                    continue
+                action.type, action.nargs, action.const = json_or_text, "?", True
             off = "--no-" + name.replace("_", "-")
             group.add_argument(off, dest=name, action="store_false", default=default, help=argparse.SUPPRESS)
         return parser

@@ -117,9 +117,9 @@ def _place(make: Callable[..., Any], variant: tuple[object, ...], level: str) ->
     return symbol, None if folder is None else folder / f"{symbol}.o"
 
 
-def is_kept(make: Callable[..., Any], *variant: object) -> bool:
-    """Whether the code of `make(*variant)` is on the disk, for the level of now."""
-    path = _place(make, variant, isa.level())[1]
+def is_kept(kernel: tuple[Any, ...]) -> bool:
+    """Whether the code of a kernel, its `make` and the variant, is on the disk, for the level of now."""
+    path = _place(kernel[0], kernel[1:], isa.level())[1]
     return path is not None and _read(path) is not None
 
 

@@ -46,7 +46,7 @@ def test_a_start_finds_the_kernels_of_its_model_and_no_others(
     asked: list[tuple[Any, ...]] = []
     used: set[tuple[Any, ...]] = set()
     inside_kinds.note_compiled(monkeypatch, asked.extend)
-    monkeypatch.setattr(ahead, "is_kept", lambda *kernel: False)
+    monkeypatch.setattr(ahead, "is_kept", lambda kernel: False)
     run = Kernel.launch
 
     def launch(kernel: Kernel, variant: tuple[object, ...], programs: int, *arguments: Any) -> None:
@@ -73,10 +73,10 @@ def test_several_processes_compile_and_say_how_far_they_are(
     (tmp_path / "nanovllm" / "__init__.py").write_text("raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
     kernels = [(make,) for make in OWN]
-    assert not any(native.is_kept(*each) for each in kernels)
+    assert not any(native.is_kept(each) for each in kernels)
     monkeypatch.setattr("sys.stderr", shown := Terminal())
     inside_kinds.compile_ahead(kernels)
-    assert all(native.is_kept(*each) for each in kernels)
+    assert all(native.is_kept(each) for each in kernels)
     lines = shown.getvalue().split("\r")
     assert [line.partition("once: ")[2] for line in lines[1:-1]] == [f"{done} of 3" for done in range(4)]
     assert lines[-1] == "\x1b[K"
@@ -89,7 +89,7 @@ def test_a_process_that_fails_leaves_its_kernels_to_their_first_use(
     inside_kinds.compile_by(monkeypatch, "raise SystemExit(3)")
     with caplog.at_level(logging.WARNING):
         inside_kinds.compile_ahead([(make,) for make in OWN])
-    assert not any(native.is_kept(each) for each in OWN)
+    assert not any(native.is_kept((each,)) for each in OWN)
     assert caplog.text.count("compiling 3 kernels for this CPU") == 1
 
 
