@@ -57,7 +57,8 @@ def prefill_share(runner: ModelRunner) -> float:
     none. Pieces end at attention alone, so no layer with a state can be in one. Sums over several ranks are
     not captured, because NCCL keeps a graph alive and cannot be aborted."""
     model = runner.model
-    if runner.tp.size > 1 or runner.routed is not None or len(model.model.layers) < 2 or model.state_layers:
+    in_parts = runner.layout.groups[-1].policy.in_parts
+    if runner.tp.size > 1 or runner.routed is not None or len(model.model.layers) < 2 or not in_parts:
         return 0.0
     return most_tokens(runner.model, runner.size.tokens) / runner.size.tokens
 

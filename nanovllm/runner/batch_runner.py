@@ -80,8 +80,8 @@ class BatchRunner:
                 arrays = prepare_decode(batch, self.block_size, shared)
             else:
                 assert batch.kind is StepKind.PREFILL, f"no code here for the step {batch.kind!r}"
-                split = None if self.routed is not None or self.model.state_layers else self.tp.split
-                arrays = prepare_prefill(batch, self.block_size, split)
+                whole = self.routed is not None or not self.layout.groups[-1].policy.in_parts
+                arrays = prepare_prefill(batch, self.block_size, None if whole else self.tp.split)
             inputs = self.staging.send(arrays)()
             hidden = self.run_model(inputs)
         if batch.extras.has_rules:

@@ -12,6 +12,7 @@ class StatePolicy(KVPolicy):
     """All blocks are kept, and states beside them."""
 
     manager = "states"
+    in_parts = False
 
     num_seqs: int  # the rows of running sequences
 

@@ -29,7 +29,8 @@ def calibrate(runner: ModelRunner) -> None:
     """
     num_tokens = min(CALIBRATION_TOKENS, runner.max_model_len)
     layers, kept = runner.model.attention_layers, runner.kv_cache
-    layout, runner.layout = runner.layout, CacheLayout.plain([layer.spec for layer in layers])
+    layout, plain = runner.layout, CacheLayout.plain([layer.spec for layer in layers])
+    runner.layout = replace(plain, groups=layout.groups[-1:])  # one group, by the policy of the model
     shape = runner.layout.shape(-(-num_tokens // runner.block_size), runner.block_size)
     runner.kv_cache = _scratch_in(kept, shape, runner.dtype)  # zeros: unwritten positions must not count
     caches = [layer.cache for layer in layers]
