@@ -165,6 +165,8 @@ TEXT = {
 COUNTS = {"steps": "stats.timeline:Timeline", "answers": "vllm.metrics:RequestTimes"}
 # The `Progress` of a call that is shown.
 PROGRESS = {"shown": "stats.progress:ShownProgress"}
+# In which order the requests of a list are computed.
+ORDERS = {"prefixes": "order.tree:by_prefix"}
 # What yields parts of unfinished answers.
 STREAMS = {"parts": "streams.parts:Parts"}
 # What is known of other libraries: their arguments by call, and what to write instead of one of their names.

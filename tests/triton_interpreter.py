@@ -1,4 +1,4 @@
-"""Triton's interpreter as tests need it: without work that has no effect, and with the same bits in each row."""
+"""Triton's interpreter as tests need it: without work that has no effect, with the same bits in each row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def speed_up() -> None:
     - It replaces the functions of `triton.language` at each launch, and again at each call of a jit function
       within one, when they are replaced already.
     - It computes whether sums of integers overflow, and asserts it only with `debug`, which it does not set.
-    - It multiplies by NumPy's BLAS, which gives equal rows of a matrix unequal bits where the processor has no
+    - It multiplies by NumPy's BLAS, which gives equal rows of a matrix unequal bits if the processor has no
       AVX-512. A GPU does not. So products are summed in float64 and rounded once.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")

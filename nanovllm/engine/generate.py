@@ -14,6 +14,7 @@ from typing import Any
 from nanovllm.answers import RequestOutput
 from nanovllm.checks import BadRow, attempt, check_on_error, raise_first
 from nanovllm.config import Config
+from nanovllm.doors import ORDERS, find
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.startup import recommended_params
 from nanovllm.engine.stats import History, LengthHint, Progress, StepStats, progress_of
@@ -96,6 +97,8 @@ class Generation:
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
             requests, outputs = self._check(prompts, params, 0, on_error, change)
+            if self.config.enable_prefix_caching:
+                requests = find(ORDERS["prefixes"])(requests)
             with self._emptied_on_error(), progress:
                 self._add(requests)
                 progress.refused(len(outputs))

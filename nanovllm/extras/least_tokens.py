@@ -79,7 +79,7 @@ class LeastTokens:
 
 
 def _num_words(text: str) -> int:
-    """The number of words of a text, which is split in parts: a list of all words takes 20 times its memory."""
+    """The number of words of a text. It is split in parts, because a list of all words takes much memory."""
     total, inside = 0, False  # whether the part before ends within a word
     for start in range(0, len(text), _PART):
         part = text[start : start + _PART].replace(_SPACE, " ")

@@ -9,7 +9,7 @@ findable only when the step that computes them is planned, so no later step writ
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,7 @@ class BlockManager:
     blocks of running sequences, have another manager in their door, found in `BLOCKS` of `doors.py`.
     """
 
+    coming: Collection[Sequence] = ()  # the waiting sequences, the next one first
     keeps_all = True  # False: `extend` gives blocks before each step of a prompt, and frees those not read
 
     def __init__(self, room: Room, enable_prefix_caching: bool = True, share_outputs: bool = True) -> None:

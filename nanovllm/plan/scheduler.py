@@ -51,6 +51,7 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.room = room
         self.waiting: deque[Sequence] = deque()
+        self.block_manager.coming = self.waiting
         self.running: list[Sequence] = []  # oldest first
         # Those whose last token a launched step draws, by id: they keep their blocks, and no slot.
         self.ending: dict[int, Sequence] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +17,14 @@ import xxhash
 
 from nanovllm.batch import PADDING
 from nanovllm.plan.block_manager import BlockManager, Found
-from nanovllm.plan.prefix_tree import TOKEN_BYTES
+from nanovllm.plan.prefix_tree import TOKEN_BYTES, num_common
 from nanovllm.plan.sequence import Room, Sequence
 from nanovllm.states.policy import StatePolicy
 from nanovllm.states.spec import num_kept
 
 MOST_PAST = 16  # tokens with which a template begins an answer
+_AHEAD = 32  # waiting prompts that a prompt is compared with when it begins
+_LEAST = 16  # tokens that a state spares those, or else it is not kept for them
 
 
 class Kept(NamedTuple):
@@ -124,8 +127,9 @@ def _key(tokens: bytes) -> tuple[int, int]:
 class StateBlocks(BlockManager):
     """As `BlockManager`, for layers of which some have a state.
 
-    A prompt takes what is cached up to the last kept state. Where it shares more than that, the step that
-    computes it keeps its state at that token: the next such prompt begins there. A state that the step being
+    A prompt takes what is cached up to the last kept state. The step that computes it keeps its state at the
+    tokens where the next waiting prompts part from it, and where it shares more than it took: such prompts
+    begin there. A state that the step being
     planned computes can be read in the next one, so a prompt that would read it waits.
     """
 
@@ -164,12 +168,28 @@ class StateBlocks(BlockManager):
                 prompt = seq.token_bytes(0, seq.num_known_tokens)
                 self._past = self.kept.past(prompt, shared) or self._past
             known = seq.num_known_tokens
-            partings = {shared, known - 1 if seq.params.n > 1 else 0}
+            partings = {shared, known - 1 if seq.params.n > 1 else 0, *self._partings_ahead(seq)}
             wanted = {each: False for each in partings if begin < each < known}
             if begin < (end := known - self._past):
                 wanted.setdefault(end, True)
             self._wanted[seq.seq_id] = sorted(wanted.items())
         return True
+
+    def _partings_ahead(self, seq: Sequence) -> list[int]:
+        """Where the next waiting prompts part from this one, which is the first of them, if it is worth it."""
+        begin, known = seq.num_computed_tokens, seq.num_known_tokens
+        first, tokens = seq.token_bytes(begin, begin + _LEAST), seq.token_bytes(0, known)
+        commons = {
+            min(num_common(tokens, other.token_bytes(0, other.num_known_tokens)), known - 1)
+            for other in islice(self.coming, 1, 1 + _AHEAD)
+            if other.token_bytes(begin, begin + _LEAST) == first
+        }
+        partings: list[int] = []
+        for common in sorted(commons):
+            if common >= begin + _LEAST:
+                partings.append(common)
+                begin = common
+        return partings
 
     def _find_prefix(self, seq: Sequence) -> Found:
         return self._found

@@ -22,24 +22,42 @@ def cached(loop: Loop) -> list[int]:
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("budget", [5, 64, 1000])
-def test_what_prompts_share_is_computed_twice_at_most(block_size: int, budget: int) -> None:
-    """The second prompt shows where texts part; all others begin there, whatever blocks and steps are."""
+def test_what_waiting_prompts_share_is_computed_once(block_size: int, budget: int) -> None:
+    """The first prompt is compared with those that wait; they begin where texts part, whatever blocks and
+    steps are."""
     loop = make_loop(600 // block_size, block_size, 6, budget, states=True)
     prompts = [[*SHARED, *range(30 + own, 36 + own)] for own in range(9)]
     run_all(loop, prompts, [ONE] * 9)
-    assert cached(loop) == [0, 0, *[len(SHARED)] * 7]
+    assert cached(loop) == [0, *[len(SHARED)] * 8]
 
 
-def test_instructions_in_any_order() -> None:
+def test_prompts_that_come_one_by_one() -> None:
+    """The second one shows where texts part."""
+    loop = make_loop(states=True)
+    for own in range(30, 35):
+        run_all(loop, [[*SHARED, own, *range(9)]], [ONE])
+    assert cached(loop) == [0, 0, *[len(SHARED)] * 3]
+
+
+def test_partings_at_two_levels() -> None:
+    """Both are kept by the first prompt; a state that spares little is not."""
+    loop = make_loop(400, 4, 8, 64, 100, states=True)
+    one, other, near = [*SHARED, *[8] * 20], [*SHARED, *[9] * 20], [*SHARED, *[8] * 19]
+    run_all(loop, [[*one, 1, 1], [*one, 2, 2], [*near, 3, 3], [*other, 4, 4], [*other, 5, 5]], [ONE] * 5)
+    assert cached(loop) == [0, 40, 40, 21, 41]
+
+
+@pytest.mark.parametrize(("shared", "missed"), [(16, 3), (15, 6)])
+def test_instructions_in_any_order(shared: int, missed: int) -> None:
+    """Each is computed once; twice, if it is too short to be kept for prompts that wait."""
     loop = make_loop(400, 4, 8, 64, states=True)
-    instructions = [[kind] * 15 for kind in (40, 41, 42)]
+    instructions = [[kind] * shared for kind in (40, 41, 42)]
     rng = random.Random(1)
     order = [rng.randrange(3) for _ in range(40)]
     own = [[1 + row % 30, row // 30 + 3, *[2] * 17] for row in range(40)]
     prompts = [[*instructions[kind], *more] for kind, more in zip(order, own, strict=True)]
     run_all(loop, prompts, [ONE] * 40)
-    missed = sum(count < 15 for count in cached(loop))
-    assert missed == 6, cached(loop)  # two of each
+    assert sum(count < shared for count in cached(loop)) == missed
 
 
 def test_a_chat_goes_on_from_the_end_of_its_prompt() -> None:
@@ -85,7 +103,7 @@ def test_a_prompt_waits_for_the_step_that_computes_its_state() -> None:
     loop.device.launch = lambda batch: batches.append(batch) or launch(batch)  # type: ignore[method-assign]
     while not loop.scheduler.is_finished():
         loop.step()
-    assert [batch.query_lens.tolist() for batch in batches] == [[22, 22], [1, 1]]
+    assert [batch.query_lens.tolist() for batch in batches] == [[22], [1, 1, 1]]
 
 
 def test_no_state_is_kept_without_a_prefix_cache() -> None:

@@ -243,3 +243,20 @@ def test_layers_of_two_sizes_and_layers_without_own_keys(tmp_path: Path) -> None
             specs = [layer.spec for layer in inside.model(llm).attention_layers]
             assert any(spec.kv_from is not None for spec in specs)
     assert results[0] == results[1]
+
+
+def test_branches_are_computed_together(model: Path) -> None:
+    """A KV cache for a few rows: shuffled questions about documents, each document is computed once."""
+    rng = random.Random(5)
+    documents = [[rng.randrange(1, VOCAB_SIZE) for _ in range(130)] for _ in range(8)]
+    prompts = [[*document, number, 1 + number] for document in documents for number in range(1, 6)]
+    rng.shuffle(prompts)
+    few: dict[str, Any] = AMPLE | {"kvcache_block_size": 16, "num_kvcache_blocks": 27, "max_num_seqs": 4}
+    with make_tiny(model, **few, enable_prefix_caching=False) as llm:
+        answers = tokens(llm.generate(prompts, FEW, use_tqdm=False))
+    with make_tiny(model, **few) as llm:
+        assert tokens(llm.generate(prompts, FEW, use_tqdm=False)) == answers
+        check_counts(llm, prompts, must_compute(prompts))
+    with make_tiny(model, **few) as llm:  # one after the other, as a stream reads them
+        assert tokens(sorted(llm.stream(prompts, FEW), key=lambda each: each.index)) == answers
+        assert llm.stats().num_computed_tokens > 2 * must_compute(prompts)

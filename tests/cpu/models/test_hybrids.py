@@ -44,7 +44,7 @@ def test_prompts_begin_with_a_kept_state(tmp_path: Path, family: str) -> None:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert [each["token_ids"] for each in outputs] == expected
         cached = sorted(seq.num_cached_tokens for seq in llm.sequences)
-        assert cached == [0, 0, 41, 41, 41, 41]
+        assert cached == [0, 41, 41, 41, 41, 41]
         longer = [[*prompt, *tokens, 5] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
         outputs = llm.generate(longer, GREEDY, use_tqdm=False)
         assert [each["token_ids"] for each in outputs] == [transformers_greedy(folder, x, 6) for x in longer]
