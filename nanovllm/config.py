@@ -146,7 +146,7 @@ class Config:
     skip_tokenizer_init: bool = option(False, "Prompts and outputs are token ids.", "Text prompts.")
     deterministic: bool = option(False, "[The same bits](#the-same-answer-in-any-batch) for a prompt in "
         "any batch, chunk or graph, at a cost in speed.",
-        'Another backend than `"triton"`; several GPUs; states; weights with rows not multiples of 16 bytes.')
+        'Another backend than `"triton"`; several GPUs; weights with rows not multiples of 16 bytes.')
     seed: int = option(0, "The seed of dummy weights and of requests without their own.", "Below 0.", least=0)
     async_scheduling: bool | None = option(None, "Launch a step before the tokens of the previous one are "
         "read. `None`: on a GPU.")

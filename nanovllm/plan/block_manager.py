@@ -106,6 +106,7 @@ class BlockManager:
     blocks of running sequences, have another manager in their door, found in `BLOCKS` of `doors.py`.
     """
 
+    grid = 1  # a step computes the tokens of a prompt up to a multiple of it, or all
     coming: Collection[Sequence] = ()  # the waiting sequences, the next one first
     keeps_all = True  # False: `extend` gives blocks before each step of a prompt, and frees those not read
 

@@ -153,14 +153,16 @@ class Scheduler:
                 self.block_manager.register(seq)
 
     def _schedule_prefill(self) -> Batch | None:
-        budget = self.max_num_batched_tokens
+        budget, grid = self.max_num_batched_tokens, self.block_manager.grid
         seqs: list[Sequence] = []
         query_lens: list[int] = []
-        while budget > 0:
+        while budget >= grid:
             seq = self.prefilling or self._admit(first=not seqs)
             if seq is None:
                 break
-            query_len = min(budget, seq.num_known_tokens - seq.num_computed_tokens)
+            query_len = seq.num_known_tokens - seq.num_computed_tokens
+            if query_len > budget:
+                query_len = budget - (seq.num_computed_tokens + budget) % grid
             if not self.block_manager.keeps_all:
                 extended = self.block_manager.extend(seq, seq.num_computed_tokens + query_len)
                 assert extended, "its admission left room for every step of its prompt"

@@ -19,6 +19,7 @@ from nanovllm.batch import PADDING
 from nanovllm.plan.block_manager import BlockManager, Found
 from nanovllm.plan.prefix_tree import TOKEN_BYTES, num_common
 from nanovllm.plan.sequence import Room, Sequence
+from nanovllm.states.kernels.packed import CHUNK
 from nanovllm.states.policy import StatePolicy
 from nanovllm.states.spec import num_kept
 
@@ -137,6 +138,8 @@ class StateBlocks(BlockManager):
         super().__init__(room, enable_prefix_caching, share_outputs)
         policy = room.groups[-1].policy
         assert isinstance(policy, StatePolicy)
+        # With `deterministic`, which shares no outputs, a state is that of whole chunks of a prompt.
+        self.grid = 1 if share_outputs else CHUNK
         self.kept = KeptStates(policy.num_seqs, num_kept(policy.num_seqs))
         self._found: Found = [], PADDING, 0
         self._wanted: dict[int, list[tuple[int, bool]]] = {}  # by sequence: positions, and whether an end
@@ -148,14 +151,18 @@ class StateBlocks(BlockManager):
 
     def allocate(self, seq: Sequence, spare: int = 0) -> bool:
         """Also False if the state to begin with is computed by the step being planned."""
-        found = super()._find_prefix(seq)
+        found, known = super()._find_prefix(seq), seq.num_known_tokens
         shared = len(found[0]) * self.block_size + found[2]
         kept = self.kept.find(seq.token_bytes(0, shared)) if shared else None
         if kept is not None and kept.row in self._written:
             return False
         self._found = self._up_to(found, 0 if kept is None else len(kept.tokens) // TOKEN_BYTES)
-        if not super().allocate(seq, spare):
+        # The step that draws a token has other roundings than one that computes it again: none is preempted.
+        later = 0 if self.grid == 1 else self.blocks_for(seq.max_tokens_total) - self.blocks_for(known)
+        if not super().allocate(seq, spare + later):
             return False
+        if later:
+            self.extend(seq, seq.max_tokens_total)
         begin = seq.num_computed_tokens
         if begin:
             assert kept is not None
@@ -165,18 +172,18 @@ class StateBlocks(BlockManager):
                 self.kept.part(kept.tokens)
         if self.enable_prefix_caching:
             if shared > begin:
-                prompt = seq.token_bytes(0, seq.num_known_tokens)
+                prompt = seq.token_bytes(0, known)
                 self._past = self.kept.past(prompt, shared) or self._past
-            known = seq.num_known_tokens
             partings = {shared, known - 1 if seq.params.n > 1 else 0, *self._partings_ahead(seq)}
-            wanted = {each: False for each in partings if begin < each < known}
-            if begin < (end := known - self._past):
-                wanted.setdefault(end, True)
+            wanted = {each - each % self.grid: False for each in partings if begin < each < known}
+            end = known - self._past
+            wanted.setdefault(end - end % self.grid, True)
+            wanted = {each: is_end for each, is_end in wanted.items() if each > begin}
             self._wanted[seq.seq_id] = sorted(wanted.items())
         return True
 
     def _partings_ahead(self, seq: Sequence) -> list[int]:
-        """Where the next waiting prompts part from this one, which is the first of them, if it is worth it."""
+        """Where the next waiting prompts part from this one, the first of them, if it is worth it."""
         begin, known = seq.num_computed_tokens, seq.num_known_tokens
         first, tokens = seq.token_bytes(begin, begin + _LEAST), seq.token_bytes(0, known)
         commons = {

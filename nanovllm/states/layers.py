@@ -125,7 +125,7 @@ class GatedDeltaNet(WeightLayer):
         if step.meta.cu_seqlens_q is None:
             assert step.slots is not None
             mixed = causal_conv_step(qkv, conv, None, self.conv_pool, step.slots)
-            out = delta_step(mixed, gates, heads, self.pool, step.slots)
+            out = delta_step(mixed, gates, heads, self.pool, step.slots, self.options.deterministic)
         else:
             packed, saves = self._packed[0].of(step)
             mixed = causal_conv(qkv, conv, None, self.conv_pool, packed, saves)

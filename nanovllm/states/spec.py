@@ -11,6 +11,7 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.models.config import ModelConfig
 from nanovllm.states.kernels.delta_heads import MOST_DIM, MOST_RATIO
+from nanovllm.states.kernels.packed import CHUNK
 
 logger = logging.getLogger("nanovllm")
 
@@ -101,10 +102,10 @@ def most_seqs(config: Config, model: ModelConfig, device: Device) -> int:
 
     ValueError for an option that models with states do not support.
     """
-    if config.deterministic:
+    if config.deterministic and config.max_num_batched_tokens < CHUNK:
         raise ValueError(
-            "deterministic=True is not supported for a model with Gated DeltaNet layers, whose states of "
-            "prompts and of drawn tokens come from kernels with other roundings; leave it out"
+            f"max_num_batched_tokens={config.max_num_batched_tokens}: with deterministic=True a model with "
+            f"Gated DeltaNet layers computes prompts in steps of {CHUNK} tokens; raise it to {CHUNK} or more"
         )
     row_bytes = _row_bytes(config, model, device)
     asked, most = config.max_num_seqs, most_sequences(row_bytes, device.memory()[1], device.is_cuda)

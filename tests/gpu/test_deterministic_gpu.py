@@ -73,3 +73,22 @@ def test_a_prompts_logits_are_the_same_bits_in_any_batch(model: Path, cache: str
                 assert same_tokens == tokens
             again, same_tokens = answer(llm, longer, 3)
             assert torch.equal(again, longer_logits) and same_tokens == longer_tokens, options
+
+
+@pytest.mark.parametrize("shape", ["qwen3.5-0.8b", "qwen3.5-35b-a3b"])
+def test_a_hybrid_gives_the_same_bits_in_any_batch(tmp_path: Path, shape: str) -> None:
+    """Prompts are cut and begin at multiples of 64, and a step has one tile for any number of sequences."""
+    folder = write_shape(shape, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 4, "layer_types": config.get("layer_types", [])[:4] or None}
+    (folder / "config.json").write_text(json.dumps({key: each for key, each in config.items() if each}))
+    found = None
+    for options in (*list(MANNERS.values())[:4], {"num_kvcache_blocks": 160}):
+        with make(folder, max_model_len=1024, **options) as llm:
+            for others in (0, 1, 16, 100, 0):
+                logits, tokens = answer(llm, PROMPT, others)
+                if found is None:
+                    found = logits, tokens
+                assert logits.isfinite().all()
+                assert torch.equal(logits, found[0]) and tokens == found[1], (options, others)
+            assert llm.stats().num_preemptions == 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from fake_device import Loop, make_loop, make_sequence, run_all
 from prefix_cases import branching_prompts
 
-from nanovllm.batch import Batch
+from nanovllm.batch import Batch, StepKind
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.states.blocks import KeptStates, StateBlocks
 
@@ -152,3 +153,25 @@ def test_trees_of_prompts(seed: int) -> None:
     run_all(loop, prompts, [SamplingParams(max_tokens=rng.randint(1, 9)) for _ in prompts])
     assert sum(cached(loop)) > 0
     run_all(loop, prompts[-3:], [ONE] * 3)
+
+
+def test_deterministic_states_are_those_of_whole_chunks() -> None:
+    """Prompts are cut and begin at multiples of 64 only, and no sequence is preempted."""
+    rng = random.Random(3)
+    loop = make_loop(60, 8, 4, 150, 200, states=True, deterministic=True)
+    shared = [rng.randrange(1, 50) for _ in range(140)]
+    prompts = [[*shared[: rng.randint(50, 140)], *[each] * 30] for each in range(1, 20)]
+    rows: list[tuple[int, int]] = []
+    launch = loop.device.launch
+
+    def launched(batch: Batch) -> Any:
+        if batch.kind is StepKind.PREFILL:
+            begins = batch.context_lens - batch.query_lens
+            rows.extend(zip(begins.tolist(), batch.context_lens.tolist(), strict=True))
+        return launch(batch)
+
+    loop.device.launch = launched  # type: ignore[method-assign]
+    run_all(loop, prompts, [SamplingParams(max_tokens=30, ignore_eos=True)] * len(prompts))
+    lengths = set(map(len, prompts))
+    assert all(begin % 64 == 0 and (end % 64 == 0 or end in lengths) for begin, end in rows)
+    assert set(cached(loop)) == {0, 64, 128} and loop.scheduler.num_preemptions == 0

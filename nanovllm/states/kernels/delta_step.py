@@ -31,9 +31,10 @@ STEP_TILE, WIDE_TILE = TokenTile(32, 2), TokenTile(64, 4)
 _MANY_ROWS = 64  # from which the wide tile is taken, for a pool of float32
 
 
-def choose_tile(rows: int, pool_dtype: torch.dtype) -> TokenTile:
-    """The tile for so many sequences."""
-    return WIDE_TILE if rows >= _MANY_ROWS and pool_dtype == torch.float32 else STEP_TILE
+def choose_tile(rows: int, pool_dtype: torch.dtype, invariant: bool = False) -> TokenTile:
+    """The tile for so many sequences; invariant: the same for any number, and so the bits."""
+    is_wide = (invariant or rows >= _MANY_ROWS) and pool_dtype == torch.float32
+    return WIDE_TILE if is_wide else STEP_TILE
 
 
 @jit("rows_ptr")
@@ -105,9 +106,11 @@ def delta_step_triton(
     heads: DeltaHeads,
     pool: torch.Tensor,
     rows: torch.Tensor,
+    invariant: bool = False,
     tile: TokenTile | None = None,
 ) -> torch.Tensor:
     """Return o [S, v_heads, dv] in qkv's dtype, after one token of each of S sequences has changed its state.
+    invariant: with bits that do not depend on S.
 
     qkv: [S, channels], all q, all k, all v, as the convolution returns them: q and k are normed here, and q
     is scaled by dk ** -0.5. pool: [rows, v_heads, dk, dv] float32 or bfloat16, each row contiguous; all is
@@ -118,7 +121,7 @@ def delta_step_triton(
     check_delta(qkv, gates, heads, pool)
     out = qkv.new_empty(len(qkv), heads.v_heads, heads.v_dim)
     if len(qkv):
-        tile = tile or choose_tile(len(qkv), pool.dtype)
+        tile = tile or choose_tile(len(qkv), pool.dtype, invariant)
         columns = min(tile.columns, next_power_of_2(heads.v_dim))
         _delta_step_kernel[(heads.v_heads * -(-heads.v_dim // columns), len(qkv))](
             qkv,
@@ -148,7 +151,12 @@ def delta_step_triton(
 
 
 def delta_step_reference(
-    qkv: torch.Tensor, gates: Gates, heads: DeltaHeads, pool: torch.Tensor, rows: torch.Tensor
+    qkv: torch.Tensor,
+    gates: Gates,
+    heads: DeltaHeads,
+    pool: torch.Tensor,
+    rows: torch.Tensor,
+    invariant: bool = False,
 ) -> torch.Tensor:
     """`delta_step` in plain torch; float64 stays float64."""
     check_delta(qkv, gates, heads, pool)
