@@ -1,4 +1,4 @@
-"""deterministic=True with states: the bits of an answer do not depend on its batch, its chunks or the cache."""
+"""deterministic=True with states: the bits of an answer depend on no batch, chunk or cache."""
 
 from __future__ import annotations
 
