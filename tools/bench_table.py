@@ -89,6 +89,16 @@ ENGINES: dict[str, tuple[str, dict[str, Any], tuple[Row, ...]]] = {
         {},
         (Row("Gemma-3-4B shape"), Row("Gemma, long", "long", runs=2), Row("Gemma, few", "few")),
     ),
+    "qwen3.5 4b": (
+        "qwen3.5-4b",
+        {},
+        (Row("Qwen3.5-4B"), Row("Qwen3.5-4B, few", "few"), Row("Qwen3.5-4B, label-370", "label-370")),
+    ),
+    "qwen3.5 35b": (
+        "qwen3.5-35b-a3b",
+        {},
+        (Row("Qwen3.5-35B-A3B"), Row("Qwen3.5-35B-A3B, few", "few")),
+    ),
     "gpt-oss": ("gpt-oss-20b", {}, (Row("gpt-oss-20b"), Row("gpt-oss-20b, 16 sequences", "few"))),
 }
 
