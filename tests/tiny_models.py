@@ -154,6 +154,21 @@ MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4-experts": (
+        transformers.Gemma4TextConfig,
+        transformers.Gemma4ForCausalLM,
+        {
+            **{"head_dim": 12, "global_head_dim": 16, "num_global_key_value_heads": 1, "sliding_window": 6},
+            **{"attention_k_eq_v": True, "final_logit_softcapping": 3.0, "tie_word_embeddings": True},
+            **{"num_hidden_layers": 3, "layer_types": [_SLIDING, _SLIDING, _FULL]},
+            **{"hidden_size_per_layer_input": 0, "pad_token_id": None, "enable_moe_block": True},
+            **{"num_experts": 10, "top_k_experts": 3, "moe_intermediate_size": 24},
+            "rope_parameters": {
+                _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.4, "rope_theta": 300.0},
+                _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, {}),
     "olmo3": (
         transformers.Olmo3Config,
@@ -288,7 +303,9 @@ def write_tiny_model(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            is_norm = name.endswith("norm.weight") or "layernorm" in name
+            is_norm = (
+                name.endswith(("norm.weight", "router.scale", "per_expert_scale")) or "layernorm" in name
+            )
             if family.startswith("qwen3_5") or family == "qwen3_next":  # whose norms multiply by 1 + w
                 is_norm = name.endswith("linear_attn.norm.weight")
             parameter.normal_(1.0 if is_norm else 0.0, 0.2, generator=generator)

@@ -32,7 +32,7 @@ from nanovllm.quantization.shards import WeightOptions
 
 SCALES = {"channel": Stored.ROWS, "tensor": Stored.TENSOR, "block": Stored.BLOCKS}
 _LINEAR = re.compile(r"(.*\.)?(layers\.\d+\..*|per_layer_model_projection)\.weight")
-_ROUTER = re.compile(r".*\.(gate|shared_expert_gate|in_proj_(b|a|ba))\.weight")
+_ROUTER = re.compile(r".*\.(gate|shared_expert_gate|in_proj_(b|a|ba)|router\.proj)\.weight")
 _OTHERS = re.compile(r".*(vision|visual|audio|multi_modal).*|mtp\..*")  # modules that read images and sound
 
 

@@ -1,9 +1,8 @@
-"""Gemma 4 (text, dense): layers with and without a window have other heads and other ropes, and values have a
-norm.
+"""Gemma 4 (text): layers with and without a window have other heads and other ropes, and values have a norm.
 
 The layers without a window may take their values from the keys' projection. In the small models the last
 layers read keys and values of earlier ones, and each layer gets an input of its own for each token. Of a
-model that reads images or sound only the decoder is read.
+model that reads images or sound only the decoder is read. `gemma4_experts.py` has the experts.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import nn
 
 from nanovllm.attention.rotary import AttentionSpec, RopeConfig
 from nanovllm.families.gemma import GemmaFamily
+from nanovllm.families.gemma4_experts import Gemma4Spec, MLPBesideExperts
 from nanovllm.families.norms import NoNorm
 from nanovllm.formats.config_json.values import layer_kinds, number, rope_config
 from nanovllm.kernels.activation import Activation
@@ -30,6 +30,7 @@ from nanovllm.layers.stream import AnyStream, RMSNorm, Step, Stream
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import FULL, SLIDING, HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
+from nanovllm.moe.layers import ExpertNames
 from nanovllm.moe.replicated import ReplicatedLinear
 from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig
@@ -64,13 +65,16 @@ class Gemma4Attention(Attention):
         return q, k, self.v_norm(v)
 
 
-class _LastNorm(RMSNorm):
-    """The norm after the last block of a layer, which then multiplies the stream by the layer's scalar."""
+class _AfterNorm(RMSNorm):
+    """The norm after a block. That of the last one then multiplies the stream by the layer's scalar."""
 
-    scalar: list[torch.Tensor]  # of one element; in a list, so that it is no parameter of this module
+    scalar: tuple[torch.Tensor, ...] = ()  # of one element; in a tuple, so that it is no parameter of this
+    whole = False  # the block's term is no part of a sum over the ranks
 
     def added(self, term: torch.Tensor, total: torch.Tensor) -> Stream:
-        normed = self(Stream(term)).tensor()
+        normed = self(Stream(term, summed=self.whole)).tensor()
+        if not self.scalar:
+            return Stream(normed, total, summed=True)
         return Stream((total + normed) * self.scalar[0], summed=True)
 
 
@@ -124,8 +128,8 @@ class Layers:
 
 
 class Gemma4Layer(WeightLayer):
-    """As `GemmaLayer`, with a third block that adds the layer's own input, if it has one; a scalar multiplies
-    the result."""
+    """As `GemmaLayer`, with experts beside the MLP, if there are any, and a third block that adds the layer's
+    own input, if it has one; a scalar multiplies the result."""
 
     layer_scalar: torch.Tensor  # [1]
 
@@ -136,31 +140,41 @@ class Gemma4Layer(WeightLayer):
         self.self_attn = Gemma4Attention(config, index, build)
         self.post_attention_layernorm = layer_norm(config, tp)
         self.pre_feedforward_layernorm = layer_norm(config, tp)
-        self.mlp = GatedMLP(config, build)
-        last = _LastNorm(config.hidden_size, config.rms_norm_eps, tp)
+        beside = None if config.moe is None else MLPBesideExperts(config, build)
+        for name, module in () if beside is None else beside.named_children():  # by the files' names
+            self.add_module(name, module)
+        if beside is None:
+            self.mlp = GatedMLP(config, build)
+        self._block = [beside or self.mlp]  # in a list, so that it has no name
+        self.post_feedforward_layernorm = last = _AfterNorm(config.hidden_size, config.rms_norm_eps, tp)
+        last.whole = beside is not None
         if input_size:
-            self.post_feedforward_layernorm: RMSNorm = layer_norm(config, tp)
             self.before = NoNorm(tp)
             gate = {"per_layer_input_gate": input_size}
             self.per_layer_input_gate = MergedColumnParallelLinear(config.hidden_size, gate, tp)
             self.per_layer_projection = RowParallelLinear(input_size, config.hidden_size, tp)
-            self.post_per_layer_input_norm = last
+            self.post_per_layer_input_norm = _AfterNorm(config.hidden_size, config.rms_norm_eps, tp)
             self._activation, own = config.activation, input_size // tp.size
             self._columns = slice(tp.rank * own, tp.rank * own + own)
-        else:
-            self.post_feedforward_layernorm = last
         self.declare((1,), [WeightShard.whole("layer_scalar", (1,), dummy=1.0)])
 
     def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
         super().allocate(path, options, quant)
         last = self.post_per_layer_input_norm if self._input_size else self.post_feedforward_layernorm
-        assert isinstance(last, _LastNorm)
-        last.scalar = [self.layer_scalar]
+        last.scalar = (self.layer_scalar,)
+
+    @property
+    def block(self) -> MLPBesideExperts | GatedMLP:
+        """The second block."""
+        return self._block[0]
 
     def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
-        """keep [n]: only these rows are needed after attention."""
-        x = x.add(self.input_layernorm, self.self_attn, step, keep, self.post_attention_layernorm)
-        x = x.add(self.pre_feedforward_layernorm, self.mlp, step, None, self.post_feedforward_layernorm)
+        """keep [n]: only these rows are needed after attention; but a record has the experts of all."""
+        recorded = isinstance(self.block, MLPBesideExperts) and self.block.record is not None
+        first, second = (None, keep) if recorded else (keep, None)
+        x = x.add(self.input_layernorm, self.self_attn, step, first, self.post_attention_layernorm)
+        after = self.post_feedforward_layernorm
+        x = x.add(self.pre_feedforward_layernorm, self.block, step, second, after)
         if not self._input_size:
             return x
         if keep is not None and step.layer_inputs is not None:
@@ -187,10 +201,6 @@ class Gemma4Family(ModelFamily):
         return rope_config(params, positions, share, False)
 
     def read(self, hf: HFConfig) -> ModelConfig:
-        if hf.boolean("enable_moe_block"):
-            raise ValueError(
-                "config.json: enable_moe_block True is not supported; supported: False, a dense Gemma 4"
-            )
         if hf.get("use_bidirectional_attention") not in (None, False, "vision"):
             raise ValueError(
                 f"config.json: use_bidirectional_attention {hf.get('use_bidirectional_attention')!r} is not "
@@ -206,14 +216,17 @@ class Gemma4Family(ModelFamily):
                 f"{config.vocab_size}"
             )
         softcap = "final_logit_softcapping"
+        moe = Gemma4Spec.of(hf, config) if hf.boolean("enable_moe_block") else None
+        prefixes = _prefixes(specs)
         return replace(
             config,
+            moe=moe,
             attention=tuple(specs),
             embedding_multiplier=config.hidden_size**0.5,
             logit_softcap=number(hf, softcap) if hf.get(softcap) else None,
             layer=Layers(size, hf.boolean("use_double_wide_mlp")),
             layer_inputs=LayerInputs(size, vocab_size) if size else None,
-            names=FileNames(prefixes=_prefixes(specs)),
+            names=FileNames(prefixes=prefixes) if moe is None else ExpertNames(prefixes=prefixes, spec=moe),
         )
 
 

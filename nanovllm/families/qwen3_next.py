@@ -160,7 +160,7 @@ class _Hybrid(ModelFamily):
                 f"config.json: attn_output_gate {hf.get('attn_output_gate')!r} is not supported; it must be "
                 "true"
             )
-        spec = config.spec(0)
+        spec = replace(config.spec(0), gate="element")
         state = StateSpec(
             hf.integer("linear_num_key_heads"),
             hf.integer("linear_num_value_heads"),
@@ -171,7 +171,7 @@ class _Hybrid(ModelFamily):
         kinds, every = hf.raw.get(LINEAR), hf.integer("full_attention_interval")
         if kinds is None:
             kinds = [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(config.num_layers)]
-        specs = tuple(spec if kind == FULL else replace(spec, state=state) for kind in kinds)
+        specs = tuple(spec if kind == FULL else replace(spec, gate=None, state=state) for kind in kinds)
         if all(each.state is not None for each in specs):
             raise ValueError("config.json: layer_types names no full_attention layer, and one is needed")
         return replace(

@@ -6,11 +6,14 @@ Pure arithmetic on the sizes of a model, the options of an engine and the counts
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from nanovllm.attention.base import AttentionSpec
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.kernels.kinds import Kinds
 from nanovllm.models.config import ModelConfig
 from nanovllm.moe.layers import MoESpec
 from nanovllm.report.gpu import devices_of
@@ -19,6 +22,15 @@ from nanovllm.stats.summary import TimelinePoint
 # Measured bytes/s of a pure read and bf16 FLOP/s of a large matrix product, torch 2.11.
 # tools/measure_device.py prints such a line.
 KNOWN_DEVICES = {"NVIDIA H200": (4.58e12, 720e12), "NVIDIA H100 80GB HBM3": (3.13e12, 792e12)}
+
+_GATES: Kinds[str | None, Callable[[AttentionSpec], int]] = Kinds(  # rows of the matrix of a layer's gate
+    "gate of attention",
+    {
+        None: lambda spec: 0,
+        "head": lambda spec: spec.num_heads,
+        "element": lambda spec: spec.num_heads * spec.head_dim,
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,9 @@ class Cost:
         specs = [spec for spec in specs if spec.state is None]
         values = [0 if spec.kv_from is not None else 2 * spec.num_kv_heads * spec.head_dim for spec in specs]
         queries = sum(spec.num_heads * spec.head_dim for spec in specs)
-        # Where layers have states, attention has a gate as large as the queries.
-        matrices = (2 * queries + sum(values) + (queries if states else 0)) * c.hidden_size
+        once = sum(each // 2 for each, spec in zip(values, specs, strict=True) if spec.v_from_k)
+        gates = sum(_GATES[spec.gate](spec) for spec in specs)
+        matrices = (2 * queries + sum(values) - once + gates) * c.hidden_size
         matrices += sum(state.params(c.hidden_size) for state in states)
         kinds = [] if moe is None else moe.kinds(c.num_layers)
         sparse = sum(count for kind, count in kinds if kind.has_experts(0))
@@ -69,7 +82,7 @@ class Cost:
         each = 0  # parameters of one expert, in all layers
         if moe is not None:
             each = sparse * 3 * c.hidden_size * moe.width
-            shared = 0 if moe.shared_width is None else 1 + 3 * moe.shared_width
+            shared = 0 if moe.shared_width is None else int(moe.shared_gate) + 3 * moe.shared_width
             mlps += moe.top_k * each + sparse * c.hidden_size * (moe.num_experts + shared)
         return cls(
             layer_params=matrices + mlps,

@@ -21,6 +21,7 @@ def _routing_kernel(
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     counts_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     num_rows: int,
     NORMALISED: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -32,7 +33,8 @@ def _routing_kernel(
     USE_PDL: tl.constexpr,
 ) -> None:
     """One program per ROWS rows: top_k times the largest logit, the lowest id among equals. counts: for each
-    program, the number of its rows that go to each expert, [E_PADDED]."""
+    program, the number of its rows that go to each expert, [E_PADDED]. scales: None, or a factor of each
+    expert's weight."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, E_PADDED)
     live = rows < num_rows
@@ -58,7 +60,10 @@ def _routing_kernel(
         ids = tl.where(at & live[:, None], expert[:, None].to(tl.int32), ids)
     if NORMALISED:
         total = tl.where(total > 0, tl.sum(weights, axis=1), total)
-    weights = tl.where(live[:, None], weights / total[:, None], 0.0)
+    weights = weights / total[:, None]
+    if scales_ptr is not None:
+        weights *= tl.load(scales_ptr + ids, mask=ids >= 0, other=0.0)
+    weights = tl.where(live[:, None], weights, 0.0)
     pairs = rows[:, None] * TOP_K + places[None, :]
     exists = (rows < num_rows)[:, None] & (places < TOP_K)[None, :]
     tl.store(ids_ptr + pairs, ids, mask=exists)
@@ -78,12 +83,14 @@ def route_triton(
     normalised: bool,
     slots: torch.Tensor | None = None,
     tile_rows: int | None = None,
+    scales: torch.Tensor | None = None,
 ) -> tuple[Chosen, ExpertTiles | None]:
     """Return the top_k experts of each row of logits [T, E], and with `tile_rows` their pairs in tiles.
 
     The softmax is in float32. Among equal logits the lowest ids win. normalised: the weights of a row add up
     to 1; else they are its probabilities among all experts. slots: [T]; a row with a negative one is padding
-    and is routed nowhere. One launch; with tiles two, for many rows three.
+    and is routed nowhere. scales: [E] float32, of the experts, by which their weights are then multiplied.
+    One launch; with tiles two, for many rows three.
     """
     num_rows, experts = logits.shape
     assert logits.is_contiguous()
@@ -103,6 +110,7 @@ def route_triton(
         chosen.ids,
         chosen.weights,
         counts,
+        scales,
         num_rows,
         NORMALISED=normalised,
         TOP_K=top_k,
@@ -125,6 +133,7 @@ def route_reference(
     normalised: bool,
     slots: torch.Tensor | None = None,
     tile_rows: int | None = None,
+    scales: torch.Tensor | None = None,
 ) -> tuple[Chosen, ExpertTiles | None]:
     """`route` in plain torch."""
     scores = logits.float()
@@ -133,6 +142,8 @@ def route_reference(
     weights = scores.softmax(-1).gather(1, ids)
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
+    if scales is not None:
+        weights = weights * scales[ids]
     if slots is not None:
         padding = (slots < 0)[:, None]
         ids, weights = ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
@@ -146,13 +157,18 @@ route = by_device(route_triton, route_reference)
 class Routing:
     """The experts of T rows, chosen late and once: when the method that multiplies them knows its tiles."""
 
-    __slots__ = ("_chosen", "logits", "normalised", "slots", "top_k")
+    __slots__ = ("_chosen", "logits", "normalised", "scales", "slots", "top_k")
 
     def __init__(
-        self, logits: torch.Tensor, top_k: int, normalised: bool, slots: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        normalised: bool,
+        slots: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
     ) -> None:
         """As the arguments of `route`."""
-        self.logits, self.slots = logits, slots
+        self.logits, self.slots, self.scales = logits, slots, scales
         self.top_k, self.normalised = top_k, normalised
         self._chosen: Chosen | None = None
 
@@ -163,11 +179,14 @@ class Routing:
     def chosen(self) -> Chosen:
         """The experts of each row."""
         if self._chosen is None:
-            self._chosen, _ = route(self.logits, self.top_k, self.normalised, self.slots)
+            self._chosen, _ = self._route(None)
         return self._chosen
 
     def tiles(self, rows: int) -> ExpertTiles:
         """The pairs in tiles of `rows`."""
-        self._chosen, tiles = route(self.logits, self.top_k, self.normalised, self.slots, rows)
+        self._chosen, tiles = self._route(rows)
         assert tiles is not None
         return tiles
+
+    def _route(self, tile_rows: int | None) -> tuple[Chosen, ExpertTiles | None]:
+        return route(self.logits, self.top_k, self.normalised, self.slots, tile_rows, self.scales)

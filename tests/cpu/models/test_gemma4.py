@@ -208,7 +208,6 @@ def test_sizes_by_the_names_of_the_published_files(tmp_path: Path, changes: dict
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enable_moe_block": True, "num_experts": 8}, "enable_moe_block True is not supported; supported"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
         (
             {"per_layer_config": {"2": {"sliding_window": 3}}},
