@@ -66,6 +66,8 @@ FAMILIES: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "families.gemma:GEMMA3",
     "Gemma4ForCausalLM": "families.gemma4:GEMMA4",
     "Gemma4ForConditionalGeneration": "families.gemma4:GEMMA4",
+    "Gemma4UnifiedForCausalLM": "families.gemma4:GEMMA4_UNIFIED",
+    "Gemma4UnifiedForConditionalGeneration": "families.gemma4:GEMMA4_UNIFIED",
     "Olmo2ForCausalLM": "families.olmo:OLMO2",
     "Olmo3ForCausalLM": "families.olmo:OLMO3",
     "Phi3ForCausalLM": "families.phi3:PHI3",

@@ -60,8 +60,8 @@ class Gemma4Attention(Attention):
         super().__init__(config, index, build)
         self.v_norm = _PlainNorm(self.spec.head_dim, self.eps)
 
-    def project(self, x: Normed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = super().project(x)
+    def project(self, x: Normed, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = super().project(x, step)
         return q, k, self.v_norm(v)
 
 
@@ -301,7 +301,7 @@ def _prefixes(specs: list[AttentionSpec]) -> Mapping[str, str | None]:
         for name in ("k_proj", "v_proj", "k_norm", "v_norm")
     ]
     inputs = ("embed_tokens_per_layer.", "per_layer_model_projection.", "per_layer_projection_norm.")
-    others = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
+    others = ("vision_tower.", "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.")
     return {
         **dict.fromkeys(unread, None),
         **{whole + name: f"model.layer_inputs.{name}" for whole in _IN_WHOLE for name in inputs},
@@ -311,34 +311,43 @@ def _prefixes(specs: list[AttentionSpec]) -> Mapping[str, str | None]:
     }
 
 
-GEMMA4 = Gemma4Family(
-    defaults={
-        "vocab_size": 262144,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "num_global_key_value_heads": None,
-        "hidden_activation": Activation.GELU_TANH.value,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "sliding_window": 512,
-        "rope_parameters": {
-            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-            FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-        },
-        "vocab_size_per_layer_input": 262144,
-        "hidden_size_per_layer_input": 256,
-        "eos_token_id": 1,
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": None,
+    "hidden_activation": Activation.GELU_TANH.value,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     },
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    qk_norm="head",
-    kinds=_kinds,
-    ropes="each",
-    reads=("final_logit_softcapping", "use_bidirectional_attention", "num_experts"),
-)
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "eos_token_id": 1,
+}
+
+
+def _family(**changes: Any) -> Gemma4Family:
+    """changes: what differs from the defaults."""
+    return Gemma4Family(
+        defaults=_DEFAULTS | changes,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        kinds=_kinds,
+        ropes="each",
+        reads=("final_logit_softcapping", "use_bidirectional_attention", "num_experts"),
+    )
+
+
+GEMMA4 = _family()
+GEMMA4_UNIFIED = _family(max_position_embeddings=262144, sliding_window=1024, hidden_size_per_layer_input=0)

@@ -76,15 +76,8 @@ class Attention(WeightLayer):
         self.group = 0  # its `KVGroup`; the cache's owner sets it
         self.cache = KVCache(torch.empty(0), torch.empty(0))
         if spec.kv_from is None:
-            self.qkv_proj = QKVParallelLinear(
-                hidden_size,
-                head_dim,
-                spec.num_heads,
-                spec.num_kv_heads,
-                tp,
-                config.qkv_bias,
-                not spec.v_from_k,
-            )
+            heads, bias = (spec.num_heads, spec.num_kv_heads), config.qkv_bias
+            self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, *heads, tp, bias, not spec.v_from_k)
         else:
             self.q_proj = MergedColumnParallelLinear(hidden_size, {"q_proj": size}, tp, config.qkv_bias)
         multiplier = config.residual_multiplier
@@ -107,7 +100,7 @@ class Attention(WeightLayer):
             shard = WeightShard("sinks", None, (spec.num_heads,), 0, tp.rank * own, own, 0)
             self.declare((own,), [shard])
 
-    def project(self, x: Normed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: Normed, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [T, hidden_size] -> q, k, v [T, heads, head_dim], before norm and rope."""
         q, k, *values = self.qkv_proj.split_heads(self.qkv_proj(x))
         return q, k, values[0] if values else k
@@ -123,7 +116,7 @@ class Attention(WeightLayer):
             x.weight if isinstance(x, RMSNorm) else None for x in (self.q_norm, self.k_norm)
         )
         if spec.kv_from is None:
-            q, k, v = self.project(x)
+            q, k, v = self.project(x, step)
         else:
             q = k = v = self.q_proj(x).unflatten(-1, (-1, spec.head_dim))
         if spec.qk_norm == "all":

@@ -12,6 +12,7 @@ import torch
 import transformers
 from checked_llm import make_tiny
 from engine_cases import make_prompts
+from safetensors.torch import load_file
 from test_models import PROMPT, forward, load
 from tiny_models import MORE_FAMILIES, edit_json, transformers_greedy, transformers_model, write_tiny_model
 
@@ -250,3 +251,27 @@ def test_prefill_in_two_halves(tmp_path: Path, family: str) -> None:
             assert max(len(batch.token_ids) for batch in llm.batches) >= 2048
             answers.append([each["token_ids"] for each in outputs])
     assert answers[0] == answers[1]
+
+
+def test_the_text_part_of_the_unified_model(tmp_path: Path) -> None:
+    """Gemma 4 12B, whose files embed images and sound without towers; its defaults are others."""
+    text = MORE_FAMILIES["gemma4-unified"][2] | {"vocab_size": 97, "hidden_size": 32}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    text |= {"pad_token_id": 0, "intermediate_size": 48}
+    vision = {"patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8}
+    config = transformers.Gemma4UnifiedConfig(
+        text_config=text, vision_config=vision | {"output_proj_dims": 16}, audio_config={"audio_embed_dim": 8}
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma4UnifiedForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(forward(load(tmp_path), PROMPT), expected, atol=1e-4, rtol=1e-4)
+    file = tmp_path / "model.safetensors"
+    others = [name for name in load_file(file) if "language_model" not in name]
+    assert {name.split(".")[1] for name in others} >= {"vision_embedder", "embed_vision", "embed_audio"}
+    edit_json(tmp_path / "config.json", text_config={})
+    read = load_model_config(tmp_path)
+    assert [spec.window for spec in read.attention[:6]] == [1024] * 5 + [None]
+    assert (read.max_position_embeddings, read.layer_inputs) == (262144, None)
