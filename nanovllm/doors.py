@@ -58,6 +58,8 @@ FAMILIES: dict[str, str] = {
     "Qwen2ForCausalLM": "families.qwen2:QWEN2",
     "LlamaForCausalLM": "families.llama:LLAMA",
     "MistralForCausalLM": "families.mistral:MISTRAL",
+    "Ministral3ForCausalLM": "families.ministral3:MINISTRAL3",
+    "Mistral3ForConditionalGeneration": "families.ministral3:MISTRAL3",
     "Qwen3MoeForCausalLM": "families.qwen3_moe:QWEN3_MOE",
     "Qwen2MoeForCausalLM": "families.qwen2_moe:QWEN2_MOE",
     "MixtralForCausalLM": "families.mixtral:MIXTRAL",

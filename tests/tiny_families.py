@@ -192,6 +192,17 @@ MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             **{"layer_types": [_FULL, _FULL], "position_embedding_type": "rope", "mamba_n_heads": 4},
         },
     ),
+    "ministral3": (
+        transformers.Ministral3Config,
+        transformers.Ministral3ForCausalLM,
+        {
+            **{"head_dim": 12, "num_attention_heads": 6},
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 7},
+                **{"rope_theta": 500.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7},
+            },
+        },
+    ),
     "glm": (transformers.GlmConfig, transformers.GlmForCausalLM, {"head_dim": 12, "pad_token_id": 0}),
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM, {"head_dim": 16, "pad_token_id": 0}),
     "smollm3": (
