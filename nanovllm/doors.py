@@ -72,6 +72,7 @@ FAMILIES: dict[str, str] = {
     "Gemma4UnifiedForConditionalGeneration": "families.gemma4:GEMMA4_UNIFIED",
     "Olmo2ForCausalLM": "families.olmo:OLMO2",
     "Olmo3ForCausalLM": "families.olmo:OLMO3",
+    "OlmoHybridForCausalLM": "families.olmo_hybrid:OLMO_HYBRID",
     "Phi3ForCausalLM": "families.phi3:PHI3",
     "GraniteForCausalLM": "families.granite:GRANITE",
     "GraniteMoeHybridForCausalLM": "families.granite:GRANITE_HYBRID",

@@ -137,6 +137,7 @@ def exact_delta(
     beta = torch.sigmoid(gates.b.double())
     if gates.b.itemsize < 4:
         beta = beta.to(gates.b.dtype).double()
+    beta = beta * heads.most_beta
     out, finals, saved, at = torch.zeros_like(v), [], {}, 0
     for index, (length, position, row) in enumerate(
         zip(case.lengths, case.positions, case.rows, strict=True)

@@ -162,6 +162,16 @@ MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             },
         },
     ),
+    "olmo_hybrid": (
+        transformers.OlmoHybridConfig,
+        transformers.OlmoHybridForCausalLM,
+        {
+            **{"num_hidden_layers": 4, "layer_types": ["linear_attention", _FULL, "linear_attention", _FULL]},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16},
+            **{"linear_value_head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+            "pad_token_id": None,
+        },
+    ),
     "phi3": (
         transformers.Phi3Config,
         transformers.Phi3ForCausalLM,

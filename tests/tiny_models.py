@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_families import MORE_FAMILIES
 from transformers import (
     AutoModelForCausalLM,
@@ -97,7 +98,21 @@ def write_tiny_model(
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2, generator=generator)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    if family == "olmo_hybrid":
+        _split_convolutions(folder, model.config)
     return folder
+
+
+def _split_convolutions(folder: Path, config: Any) -> None:
+    """As in the released files: transformers 5.24 writes three parts of equal length, whatever they hold."""
+    file = folder / "model.safetensors"
+    tensors, names = load_file(file), [f"{part}_conv1d.weight" for part in "qkv"]
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    for first in [name for name in tensors if name.endswith(names[0])]:
+        own = [first.replace(names[0], name) for name in names]
+        whole = torch.cat([tensors[name] for name in own])
+        tensors |= dict(zip(own, map(torch.clone, whole.tensor_split([keys, 2 * keys])), strict=True))
+    save_file(tensors, file, {"format": "pt"})
 
 
 def edit_json(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:

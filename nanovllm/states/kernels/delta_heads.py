@@ -28,6 +28,7 @@ class DeltaHeads(NamedTuple):
     v_heads: int
     k_dim: int
     v_dim: int
+    most_beta: float = 1.0  # beta is sigmoid(b) times this
 
     @property
     def channels(self) -> int:
@@ -41,7 +42,8 @@ class DeltaHeads(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """beta = sigmoid(b), rounded to b's dtype; g = -exp(a_log) * softplus(a + dt_bias), in float32."""
+    """beta = sigmoid(b), rounded to b's dtype, times `DeltaHeads.most_beta`; g = -exp(a_log) * softplus(a +
+    dt_bias), in float32."""
 
     a: torch.Tensor  # [T, v_heads] with contiguous rows, as b
     b: torch.Tensor
@@ -82,7 +84,7 @@ def inner_strides(heads: DeltaHeads) -> tuple[int, int, int]:
 
 @jit()
 def decay_and_beta(
-    a: tl.tensor, b: tl.tensor, a_log: tl.tensor, dt_bias: tl.tensor
+    a: tl.tensor, b: tl.tensor, a_log: tl.tensor, dt_bias: tl.tensor, MOST_BETA: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """g and beta, float32, of what was loaded."""
     x = a.to(tl.float32) + dt_bias.to(tl.float32)
@@ -94,15 +96,15 @@ def decay_and_beta(
     )
     g = -tl.exp(a_log.to(tl.float32)) * (tl.maximum(x, 0.0) + log)
     beta = 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
-    return g, beta.to(b.dtype).to(tl.float32)
+    return g, beta.to(b.dtype).to(tl.float32) * MOST_BETA
 
 
-def gates_reference(gates: Gates) -> tuple[torch.Tensor, torch.Tensor]:
+def gates_reference(gates: Gates, most_beta: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """g and beta of `gates`, [T, v_heads], in float32; float64 stays float64."""
     a = wide(gates.a)
     x = a + gates.dt_bias.to(a.dtype)
     g = -torch.exp(gates.a_log.to(a.dtype)) * F.softplus(x)
-    return g, wide(torch.sigmoid(wide(gates.b)).to(gates.b.dtype))
+    return g, wide(torch.sigmoid(wide(gates.b)).to(gates.b.dtype)) * most_beta
 
 
 def heads_reference(qkv: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -85,6 +85,7 @@ def _chunk_kernel(
     V_HEADS: tl.constexpr,
     DK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    MOST_BETA: tl.constexpr,
     VECTORS: tl.constexpr,
     C: tl.constexpr,
     DIAGONAL: tl.constexpr,
@@ -121,7 +122,7 @@ def _chunk_kernel(
         q_factor = tl.rsqrt(q_sum + eps) * scale
         a = tl.load(a_ptr + token * a_stride + head, mask=live, other=0.0)
         b = tl.load(b_ptr + token * b_stride + head, mask=live, other=0.0)
-        g, beta = decay_and_beta(a, b, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head))
+        g, beta = decay_and_beta(a, b, tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head), MOST_BETA)
         beta = tl.where(live, beta, 0.0)
         total = tl.cumsum(tl.where(live, g, 0.0), axis=0)
         is_earlier = i[:, None] >= i[None, :]
@@ -295,9 +296,8 @@ def _scan_kernel(
 
 def choose_tiles(heads: DeltaHeads, dtype: torch.dtype) -> PrefillTiles:
     """The tiles for these heads; they never depend on the sequences, and so no bits do."""
-    tiles = _TILES[dtype]
-    most = _STATE // next_power_of_2(heads.k_dim)
-    return tiles._replace(columns=min(tiles.columns, most, next_power_of_2(heads.v_dim)))
+    most = min(_STATE // next_power_of_2(heads.k_dim), next_power_of_2(heads.v_dim))
+    return _TILES[dtype]._replace(columns=min(_TILES[dtype].columns, most))
 
 
 def _stages(tiles: PrefillTiles, heads: DeltaHeads, qkv: torch.Tensor) -> int:
@@ -332,8 +332,7 @@ def delta_prefill_triton(
     """
     check_delta(qkv, gates, heads, pool)
     out = qkv.new_empty(len(qkv), heads.v_heads, heads.v_dim)
-    chunks = len(packed.chunk_counts)
-    if chunks == 0:
+    if not (chunks := len(packed.chunk_counts)):
         return out
     tiles = tiles or choose_tiles(heads, qkv.dtype)
     if qkv.itemsize < 4 and tiles.warps == 8 and tiles.columns < 64:
@@ -362,6 +361,7 @@ def delta_prefill_triton(
         C=CHUNK,
         PRECISION=PRECISIONS[qkv.dtype],
         BLOCK_K=min(_BLOCK_K, next_power_of_2(heads.k_dim)),
+        MOST_BETA=heads.most_beta,
         DIAGONAL=_DIAGONAL,
         HALVES=m_rest is not None,
         num_warps=tiles.first_warps,

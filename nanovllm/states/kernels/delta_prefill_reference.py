@@ -40,7 +40,7 @@ def _sequence(
     qkv: torch.Tensor, gates: Gates, heads: DeltaHeads, pool: torch.Tensor, place: Place
 ) -> torch.Tensor:
     length, at = place.end - place.start, 0
-    g, beta = (each.T.contiguous() for each in gates_reference(gates))
+    g, beta = (each.T.contiguous() for each in gates_reference(gates, heads.most_beta))
     state = g.new_zeros(heads.state)
     if place.source != PADDING:
         state = pool[place.source].to(g.dtype)

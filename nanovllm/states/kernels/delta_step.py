@@ -59,6 +59,7 @@ def _delta_step_kernel(
     DV: tl.constexpr,
     DK_PADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MOST_BETA: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
     """One program for COLUMNS columns of a head's state of a sequence."""
@@ -86,7 +87,7 @@ def _delta_step_kernel(
         v = tl.load(v_ptrs, mask=in_v, other=0.0).to(tl.float32)
         a = tl.load(a_ptr + index * a_stride + head)
         b = tl.load(b_ptr + index * b_stride + head)
-        g, beta = decay_and_beta(a, b, a_log, dt_bias)
+        g, beta = decay_and_beta(a, b, a_log, dt_bias, MOST_BETA)
         q *= tl.rsqrt(tl.sum(q * q, axis=0) + eps) * scale
         k *= tl.rsqrt(tl.sum(k * k, axis=0) + eps)
         state *= tl.exp(g)
@@ -144,6 +145,7 @@ def delta_step_triton(
             DV=heads.v_dim,
             DK_PADDED=next_power_of_2(heads.k_dim),
             COLUMNS=columns,
+            MOST_BETA=heads.most_beta,
             num_warps=tile.warps,
             **pdl_options(qkv),
         )
@@ -164,7 +166,7 @@ def delta_step_reference(
     live = (rows != PADDING).nonzero()[:, 0]
     mine = rows[live].long()
     q, k, v = (each.transpose(0, 1)[live] for each in heads_reference(qkv, heads))
-    g, beta = (each[live] for each in gates_reference(gates))
+    g, beta = (each[live] for each in gates_reference(gates, heads.most_beta))
     state = pool[mine].to(q.dtype) * g.exp()[:, :, None, None]
     new = beta[:, :, None] * (v - torch.einsum("shkv,shk->shv", state, k))
     state += k[:, :, :, None] * new[:, :, None]
