@@ -61,6 +61,24 @@ MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "laguna": (
+        transformers.LagunaConfig,
+        transformers.LagunaForCausalLM,
+        {
+            **{"num_hidden_layers": 3, "layer_types": [_FULL, _SLIDING, _FULL], "sliding_window": 6},
+            **{"num_attention_heads_per_layer": [4, 6, 8], "head_dim": 12, "num_experts": 10},
+            **{"num_experts_per_tok": 3, "moe_intermediate_size": 24, "moe_routed_scaling_factor": 1.5},
+            **{"shared_expert_intermediate_size": 40, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+            **{"gating": "per-head", "pad_token_id": None},
+            "rope_parameters": {
+                _FULL: {
+                    **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+                    **{"rope_theta": 500.0, "partial_rotary_factor": 0.5, "attention_factor": 1.2},
+                },
+                _SLIDING: {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+            },
+        },
+    ),
     "minimax_m2": (
         transformers.MiniMaxM2Config,
         transformers.MiniMaxM2ForCausalLM,

@@ -27,6 +27,7 @@ class SigmoidSpec(MoESpec):
 
     groups: int = 1
     top_groups: int = 1
+    softcap: float = 0.0  # logits become softcap * tanh(logit / softcap) first; 0: they do not
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,6 +63,8 @@ class SigmoidRouter(WeightLayer):
         """x [T, hidden_size] -> [T, experts] float32: the logarithms of the chosen experts' scores; of the
         others a number far below all."""
         logits, spec = self.method.apply(x.float()), self._spec
+        if spec.softcap:
+            logits = spec.softcap * torch.tanh(logits / spec.softcap)
         choice = logits.sigmoid() + self.e_score_correction_bias
         if spec.groups > 1:
             grouped = choice.unflatten(1, (spec.groups, -1))
