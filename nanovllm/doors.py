@@ -87,6 +87,7 @@ FAMILIES: dict[str, str] = {
     "Glm4MoeForCausalLM": "families.glm4_moe:GLM4_MOE",
     "MiniMaxM2ForCausalLM": "families.glm4_moe:MINIMAX_M2",
     "LagunaForCausalLM": "families.laguna:LAGUNA",
+    "MuseGlimmerForConditionalGeneration": "families.muse_glimmer:MUSE_GLIMMER",
     "Qwen3NextForCausalLM": "families.qwen3_next:QWEN3_NEXT",
     "Qwen3_5ForCausalLM": "families.qwen3_next:QWEN3_5",
     "Qwen3_5ForConditionalGeneration": "families.qwen3_next:QWEN3_5",

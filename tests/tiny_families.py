@@ -17,8 +17,23 @@ HYBRID_EXPERTS: dict[str, Any] = {
     **{"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "shared_expert_intermediate_size": 40,
 }
+
+
+def muse_config(**settings: Any) -> transformers.MuseGlimmerConfig:
+    """Of a model that reads images: transformers has no text model alone."""
+    if not settings:
+        return transformers.MuseGlimmerConfig()
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4, "max_position_embeddings": 16}
+    sizes = {"out_hidden_size": 64, "projector_hidden_size": 24}
+    ties = settings["tie_word_embeddings"]
+    return transformers.MuseGlimmerConfig(
+        text_config=settings, vision_config=vision, tie_word_embeddings=ties, **sizes
+    )
+
+
 # Families whose config says more: what a tiny one has besides the common settings.
-MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+MORE_FAMILIES: dict[str, tuple[Any, type, dict[str, Any]]] = {
     "qwen3_5": (
         transformers.Qwen3_5TextConfig,
         transformers.Qwen3_5ForCausalLM,
@@ -77,6 +92,15 @@ MORE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
                 },
                 _SLIDING: {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
             },
+        },
+    ),
+    "muse_glimmer": (
+        muse_config,
+        transformers.MuseGlimmerForConditionalGeneration,
+        {
+            **{"num_hidden_layers": 5, "head_dim": 12, "sliding_window": 6, "post_norm_eps": 1e-3},
+            **{"final_logit_softcapping": 3.0, "qk_scale_factor": 1.7, "output_multiplier": 0.6},
+            **{"rms_norm_eps": 1e-2, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
         },
     ),
     "minimax_m2": (

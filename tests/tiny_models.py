@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tiny_families import MORE_FAMILIES
 from transformers import (
@@ -91,6 +92,8 @@ def write_tiny_model(
             )
             if family.startswith("qwen3_5") or family == "qwen3_next":  # whose norms multiply by 1 + w
                 is_norm = name.endswith("linear_attn.norm.weight")
+            if family == "muse_glimmer":
+                is_norm = name.endswith("language_model.norm.weight")
             parameter.normal_(1.0 if is_norm else 0.0, 0.2, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
@@ -124,7 +127,9 @@ def edit_json(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:
 @lru_cache(maxsize=4)
 def transformers_model(folder: Path) -> PreTrainedModel:
     """Load `folder` with transformers, in float32 on the CPU, with the attention that knows softcaps."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    [name] = json.loads((folder / "config.json").read_text())["architectures"]
+    maker = getattr(transformers, name) if name.startswith("Muse") else AutoModelForCausalLM
+    model: PreTrainedModel = maker.from_pretrained(folder, attn_implementation="eager")
     return model.float().eval()
 
 
