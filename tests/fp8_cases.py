@@ -32,6 +32,7 @@ from nanovllm.formats.fp8.kernels.values import (
     quantise_rows_reference,
     quantise_rows_triton,
 )
+from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.fp8 import FP8_MAX
 from nanovllm.kernels.matmul import Tile
 from nanovllm.moe.kernels.grouped_matmul import ExpertChoice
@@ -177,7 +178,13 @@ def _stacked(weights: list[Fp8Weight]) -> Fp8Experts:
     )
 
 
-def check_experts(rows: int, group: int | None, device: str, choice: ExpertChoice) -> None:
+def check_experts(
+    rows: int,
+    group: int | None,
+    device: str,
+    choice: ExpertChoice,
+    activation: Activation = Activation.SILU,
+) -> None:
     """Both products of experts, against the reference; padding holds NaN."""
     num_experts, top_k, hidden, width = 5, 2, 144, 80
     logits = randn(rows, num_experts, dtype=BF16, device=device)
@@ -187,8 +194,8 @@ def check_experts(rows: int, group: int | None, device: str, choice: ExpertChoic
     gate_up, down = make_fp8_experts(num_experts, hidden, width, group, device)
     chosen, tiles = route_triton(logits, top_k, True, slots, choice.rows)
     assert tiles is not None
-    out = fp8_experts_triton(x, gate_up, down, tiles, choice)
-    expected = fp8_experts_reference(x, gate_up, down, chosen)
+    out = fp8_experts_triton(x, gate_up, down, tiles, choice, activation)
+    expected = fp8_experts_reference(x, gate_up, down, chosen, activation)
     assert not out[slots < 0].any()
     assert (out.float() - expected.float()).norm() <= 0.04 * expected.float().norm()
 

@@ -67,8 +67,10 @@ class MuseNames(FileNames):
                 continue
             if self.tied:
                 yield _HEAD, each
-            whole = isinstance(each, torch.Tensor)
-            yield name, _normed(each, self.eps) if whole else _NormedRows(each, self.eps)
+            if isinstance(each, torch.Tensor):
+                yield name, _normed(each, self.eps)
+            else:
+                yield name, _NormedRows(each, self.eps)
 
 
 class _HeadNorm(RMSNorm):

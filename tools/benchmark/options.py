@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from tools.benchmark.engines import ENGINES, TEMPERATURE, parse_sampling
-from tools.benchmark.shapes import GEMMA3, GPT_OSS, QWEN3, QWEN3_5
+from tools.benchmark.shapes import GEMMA3, GPT_OSS, MORE, QWEN3, QWEN3_5
 from tools.benchmark.workloads import SHARED, SYNTHETIC
 
 PASSED_ON = ("max_model_len", "kv_cache_dtype", "tensor_parallel_size", "data_parallel_size")
@@ -28,7 +28,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         "`prompt_token_ids`, and `max_tokens` (default 64); default: headline on a GPU, demo on a CPU",
     )
     parser.add_argument(
-        "--shape", choices=(*QWEN3, *QWEN3_5, *GEMMA3, *GPT_OSS), help="of dummy weights; default: qwen3-0.6b"
+        "--shape",
+        choices=(*QWEN3, *QWEN3_5, *GEMMA3, *GPT_OSS, *MORE),
+        help="of dummy weights; default: qwen3-0.6b",
     )
     parser.add_argument("--model", help="a model folder to use instead of a dummy shape")
     parser.add_argument("--num-seqs", type=int, help=f"default: {sizes}, 64 (demo) or all rows")

@@ -98,9 +98,120 @@ def qwen3_5_config(name: str) -> dict[str, Any]:
     return config
 
 
+MORE = {  # layers, hidden size, intermediate size, query heads, ties embeddings
+    "gemma4-12b": (48, 3840, 15360, 16, True),
+    "gemma4-26b-a4b": (30, 2816, 2112, 16, True),
+    "laguna-xs": (40, 2048, 8192, 48, False),
+    "ministral3-8b": (34, 4096, 14336, 32, False),
+    "muse-glimmer-30b": (52, 6656, 19968, 32, False),
+    "olmo-hybrid-7b": (32, 3840, 11008, 30, False),
+}
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_GEMMA4: dict[str, Any] = {
+    "vocab_size": 262144,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+MORE_CONFIG: dict[str, dict[str, Any]] = {  # what differs from a Qwen3 of this shape
+    "gemma4-12b": {
+        **_GEMMA4,
+        "architectures": ["Gemma4UnifiedForCausalLM"],
+        "model_type": "gemma4_unified_text",
+        "num_global_key_value_heads": 1,
+        "layer_types": ([SLIDING] * 5 + [FULL]) * 8,
+    },
+    "gemma4-26b-a4b": {
+        **_GEMMA4,
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "num_global_key_value_heads": 2,
+        "layer_types": ([SLIDING] * 5 + [FULL]) * 5,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
+    "laguna-xs": {
+        "architectures": ["LagunaForCausalLM"],
+        "model_type": "laguna",
+        "vocab_size": 100352,
+        "gating": "per-head",
+        "sliding_window": 512,
+        "layer_types": ([FULL] + [SLIDING] * 3) * 10,
+        "num_attention_heads_per_layer": [48, 64, 64, 64] * 10,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 39,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "moe_routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            FULL: {
+                **{"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 8192},
+                **{"rope_theta": 500000.0, "partial_rotary_factor": 0.5, "beta_fast": 64.0, "beta_slow": 1.0},
+            },
+            SLIDING: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        },
+        "eos_token_id": 2,
+        "bos_token_id": 2,
+    },
+    "ministral3-8b": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "vocab_size": 131072,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262144,
+        "sliding_window": None,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384},
+            **{"rope_theta": 1000000.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0},
+            **{"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+    },
+    "muse-glimmer-30b": {
+        "architectures": ["MuseGlimmerForConditionalGeneration"],
+        "model_type": "muse_glimmer",
+        "vocab_size": 202048,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 2048,
+        "layer_types": ([SLIDING] * 3 + [FULL]) * 13,
+        "rope_theta": 500000.0,
+        "eos_token_id": 200001,
+        "bos_token_id": 200000,
+    },
+    "olmo-hybrid-7b": {
+        "architectures": ["OlmoHybridForCausalLM"],
+        "model_type": "olmo_hybrid",
+        "vocab_size": 100352,
+        "num_key_value_heads": 30,
+        "layer_types": ([LINEAR] * 3 + [FULL]) * 8,
+        "linear_key_head_dim": 96,
+        "linear_value_head_dim": 192,
+        "rope_theta": None,
+        "eos_token_id": 100257,
+        "bos_token_id": None,
+    },
+}
+
+
 def write_shape(name: str, folder: Path, longest: int = 0) -> Path:
     """Write the config.json of a shape, for dummy weights and sequences of up to `longest` tokens."""
-    layers, hidden, intermediate, heads, tied = (QWEN3 | GEMMA3 | GPT_OSS | QWEN3_5)[name]
+    layers, hidden, intermediate, heads, tied = (QWEN3 | GEMMA3 | GPT_OSS | QWEN3_5 | MORE)[name]
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -127,5 +238,8 @@ def write_shape(name: str, folder: Path, longest: int = 0) -> Path:
         config |= GPT_OSS_CONFIG
     if name in QWEN3_5:
         config |= qwen3_5_config(name)
-    (folder / "config.json").write_text(json.dumps(config | QWEN3_MOE.get(name, {})))
+    config |= QWEN3_MOE.get(name, {}) | MORE_CONFIG.get(name, {})
+    if name in MORE and longest > config["max_position_embeddings"]:
+        config["max_position_embeddings"] = longest
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -85,11 +85,11 @@ class Fp8ExpertsMethod(Fp8Method, ExpertsMethod):
         nothing."""
         if self.dense is not None:
             return self.dense.apply(x, routing, mlp)
-        if not mlp.is_plain:
-            raise ValueError("experts in FP8 have SiLU and no biases; load this model without quantization")
-        rows = x.tensor()  # the router has read them
+        if mlp.gate_up_bias is not None or mlp.down_bias is not None:
+            raise ValueError("experts in FP8 have no biases; load this model without quantization")
+        rows, act = x.tensor(), mlp.activation  # the router has read the rows
         if not use_triton(rows):
-            return fp8_experts_reference(rows, self.gate_up, self.down, routing.chosen())
+            return fp8_experts_reference(rows, self.gate_up, self.down, routing.chosen(), act)
         num_experts = len(self.down.codes)
         choice = choose_experts(routing.num_pairs, num_experts, torch.bfloat16, rows.device)
-        return fp8_experts_triton(rows, self.gate_up, self.down, routing.tiles(choice.rows), choice)
+        return fp8_experts_triton(rows, self.gate_up, self.down, routing.tiles(choice.rows), choice, act)

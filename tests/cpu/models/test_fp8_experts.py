@@ -17,6 +17,7 @@ from test_models import load as load_model
 from tiny_models import edit_json, write_tiny_model
 
 from nanovllm.formats.fp8.kernels.values import GROUP
+from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.layers.weights import finish_loading, weight_slots
 from nanovllm.models.weights import load_weights
@@ -115,6 +116,15 @@ def test_kernels_of_experts(rows: int, group: int | None) -> None:
     plain = choose_experts(1, 5, torch.float32, torch.device("cpu"))
     for choice in (plain, SWAPPED, WIDE):
         fp8_cases.check_experts(rows, group, "cpu", choice)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN in padding
+@pytest.mark.skipif(not INTERPRET, reason="tests/gpu runs these cases")
+@pytest.mark.parametrize("group", [None, GROUP])
+def test_experts_with_another_activation(group: int | None) -> None:
+    """GELU, as in Gemma 4."""
+    plain = choose_experts(1, 5, torch.float32, torch.device("cpu"))
+    fp8_cases.check_experts(3, group, "cpu", plain, Activation.GELU_TANH)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN in padding

@@ -12,6 +12,7 @@ import torch
 import transformers
 from checked_llm import make_tiny
 from engine_cases import make_prompts
+from fp8_models import dequantised, tensors_of
 from moe_cases import slots_of
 from safetensors.torch import load_file, save_file
 from tensors import randn
@@ -27,10 +28,12 @@ from tiny_models import (
 
 from nanovllm import SamplingParams
 from nanovllm.cpu import isa
+from nanovllm.formats.fp8.method import Fp8Config
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.models.registry import load_model_config
 from nanovllm.moe.kernels.routing import route_reference, route_triton
 from nanovllm.report.roofline import Cost
+from tools.write_fp8 import write_fp8
 
 FAMILY = "gemma4-experts"
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -92,16 +95,41 @@ def test_the_text_part_of_a_model_that_reads_images(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(forward(load(tmp_path), PROMPT), expected, atol=1e-4, rtol=1e-4)
-    tensors = load_file(tmp_path / "model.safetensors")
-    prefix = "model.language_model.layers.1.experts"
-    for index, (both, down) in enumerate(
-        zip(tensors.pop(f"{prefix}.gate_up_proj"), tensors.pop(f"{prefix}.down_proj"), strict=True)
-    ):
-        gate, up = both.chunk(2)
-        parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
-        tensors |= {f"{prefix}.{index}.{name}.weight": x.contiguous() for name, x in parts.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
+    split_experts(tmp_path, "model.language_model.layers.1.experts")
     torch.testing.assert_close(forward(load(tmp_path), PROMPT), expected, atol=1e-4, rtol=1e-4)
+
+
+def split_experts(folder: Path, *prefixes: str) -> None:
+    """Give each expert tensors of its own."""
+    tensors = load_file(folder / "model.safetensors")
+    for prefix in prefixes:
+        whole = tensors.pop(f"{prefix}.gate_up_proj"), tensors.pop(f"{prefix}.down_proj")
+        for index, (both, down) in enumerate(zip(*whole, strict=True)):
+            gate, up = both.chunk(2)
+            parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+            tensors |= {f"{prefix}.{index}.{name}.weight": x.contiguous() for name, x in parts.items()}
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("scales", ["channel", "block"])
+def test_files_in_fp8(tmp_path: Path, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dequantised on a CPU; with products in FP8 as on a GPU nearly the same."""
+    sizes = {"hidden_size": 144, "intermediate_size": 208, "head_dim": 32, "global_head_dim": 32}
+    plain = write_tiny_model(tmp_path / "plain", FAMILY, **sizes)
+    split_experts(plain, *(f"model.layers.{layer}.experts" for layer in range(3)))
+    folder = write_fp8(plain, tmp_path / "fp8", scales)
+    tensors = tensors_of(folder)
+    kinds = {
+        name: tensors[f"model.layers.1.{name}.weight"].dtype for name in ("router.proj", "experts.3.up_proj")
+    }
+    assert kinds == {"router.proj": torch.float32, "experts.3.up_proj": torch.float8_e4m3fn}
+    meant = dequantised(tensors) | {name: tensor for name, tensor in tensors.items() if "router." in name}
+    save_file({name: tensor.contiguous() for name, tensor in meant.items()}, plain / "model.safetensors")
+    expected = forward(load(plain), PROMPT)
+    torch.testing.assert_close(forward(load(folder, on_cpu=True), PROMPT), expected, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(Fp8Config, "on", lambda quant, _: replace(quant, products=True))
+    multiplied = forward(load(folder, on_cpu=True), PROMPT)
+    assert 0 < (multiplied.log_softmax(-1) - expected.log_softmax(-1)).abs().mean() < 0.4
 
 
 def test_the_experts_of_tokens(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from nanovllm.formats.fp8.kernels.values import (
     quantise_rows_triton,
     rows_of_scale,
 )
-from nanovllm.kernels.activation import gated, silu_and_mul_reference
+from nanovllm.kernels.activation import Activation, gated, silu_and_mul_reference
 from nanovllm.kernels.compat import INTERPRETED, await_inputs, jit, pdl_options, tl
 from nanovllm.kernels.matmul import descriptor, in_bands
 from nanovllm.moe.kernels.grouped_matmul import ExpertChoice, ExpertTile, sum_experts_triton
@@ -73,6 +73,7 @@ def _fp8_experts_kernel(
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     USE_PDL: tl.constexpr,
+    KIND: tl.constexpr = 0,
 ) -> None:
     """As `moe/kernels/grouped_matmul.py`; with GROUP, which is BLOCK_K, scales are of groups."""
     await_inputs(USE_PDL)
@@ -166,7 +167,7 @@ def _fp8_experts_kernel(
                 up = up * left * tl.load(up_ptrs, mask=inside, other=0.0)[None, :]
         result = total.to(dtype)
         if GATED:
-            result = gated(result.to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+            result = gated(result.to(tl.float32), up.to(dtype).to(tl.float32), dtype, KIND)
         targets = pairs if SCATTER else places
         cells = targets.to(tl.int64)[:, None] * N + columns[None, :]
         tl.store(out_ptr + cells, result, mask=live[:, None] & inside[None, :])
@@ -193,6 +194,7 @@ def fp8_grouped_triton(
     is_gated: bool,
     gather: bool,
     scatter: bool,
+    activation: Activation = Activation.SILU,
 ) -> torch.Tensor:
     """`grouped_triton` of FP8 values; the result is of `dtype`."""
     codes, scales = weight
@@ -227,6 +229,7 @@ def fp8_grouped_triton(
         COLUMNS=tile.columns,
         BLOCK_K=tile.k,
         SWAP=tile.swap,
+        KIND=activation.number,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **pdl_options(out),
@@ -235,18 +238,22 @@ def fp8_grouped_triton(
 
 
 def fp8_experts_triton(
-    x: torch.Tensor, gate_up: Fp8Experts, down: Fp8Experts, tiles: ExpertTiles, choice: ExpertChoice
+    x: torch.Tensor,
+    gate_up: Fp8Experts,
+    down: Fp8Experts,
+    tiles: ExpertTiles,
+    choice: ExpertChoice,
+    activation: Activation = Activation.SILU,
 ) -> torch.Tensor:
-    """The sum over a row's experts of weight * down @ (silu(gate @ x) * (up @ x)), [T, H] of x's dtype.
+    """The sum over a row's experts of weight * down @ (act(gate @ x) * (up @ x)), [T, H] of x's dtype.
 
     x: [T, H], quantised here, and between the products, as `quantise_rows` does it. gate_up: [E, 2I, H],
     down: [E, H, I]; H and I are multiples of 16.
     """
     assert tiles.rows == choice.rows
     rows, dtype = quantise_rows_triton(x, gate_up.group), x.dtype
-    inner = fp8_grouped_triton(
-        rows, gate_up, tiles, choice.gate_up, dtype, is_gated=True, gather=True, scatter=False
-    )
+    kinds = {"is_gated": True, "gather": True, "scatter": False}
+    inner = fp8_grouped_triton(rows, gate_up, tiles, choice.gate_up, dtype, **kinds, activation=activation)
     rows = quantise_rows_triton(inner, down.group)
     products = fp8_grouped_triton(
         rows, down, tiles, choice.down, dtype, is_gated=False, gather=False, scatter=True
@@ -255,7 +262,11 @@ def fp8_experts_triton(
 
 
 def fp8_experts_reference(
-    x: torch.Tensor, gate_up: Fp8Experts, down: Fp8Experts, chosen: Chosen
+    x: torch.Tensor,
+    gate_up: Fp8Experts,
+    down: Fp8Experts,
+    chosen: Chosen,
+    activation: Activation = Activation.SILU,
 ) -> torch.Tensor:
     """`fp8_experts_triton` in plain torch, which needs no tiles. Computes only experts that have rows."""
     ids, weights = chosen
@@ -266,7 +277,7 @@ def fp8_experts_reference(
             pairs = (flat == index).nonzero()[:, 0]
             rows = quantise_rows_reference(x[pairs // ids.shape[1]], gate_up.group)
             inner = fp8_linear_reference(rows, gate_up.expert(index), dtype=x.dtype)
-            rows = quantise_rows_reference(silu_and_mul_reference(inner), down.group)
+            rows = quantise_rows_reference(silu_and_mul_reference(inner, activation.kind), down.group)
             products[pairs] = fp8_linear_reference(rows, down.expert(index), dtype=x.dtype)
     scaled = products.view(*ids.shape, -1).float() * weights[:, :, None]
     return torch.where(ids[:, :, None] >= 0, scaled, 0.0).sum(1).to(x.dtype)
