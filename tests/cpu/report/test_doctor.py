@@ -8,6 +8,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from tiny_families import MORE_FAMILIES
 from tiny_models import edit_json, write_tiny_model
 
 from nanovllm import demo_model_path
@@ -54,6 +55,19 @@ def test_a_model_that_can_run(level: str, backend: str, doctor: Doctor) -> None:
         "  KV cache: about ",
     ):
         assert part in text, part
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma4-experts", "gemma4-unified", "ministral3", "olmo_hybrid", "laguna", "muse_glimmer"]
+)
+def test_families(tmp_path: Path, family: str, doctor: Doctor) -> None:
+    """Their files are compared with their config.json, tensors that are not needed too."""
+    folder = write_tiny_model(tmp_path, family)
+    code, lines = doctor(folder, "--skip-tokenizer-init")
+    assert (code, lines[0]) == (0, "it can run here"), lines
+    assert "  files: all weights are there, with the right shapes" in lines
+    architecture = MORE_FAMILIES[family][1].__name__
+    assert any(line.startswith(f"  architecture {architecture}, ") for line in lines)
 
 
 def test_no_model(doctor: Doctor) -> None:
