@@ -76,8 +76,8 @@ class Attention(WeightLayer):
         self.group = 0  # its `KVGroup`; the cache's owner sets it
         self.cache = KVCache(torch.empty(0), torch.empty(0))
         if spec.kv_from is None:
-            heads, bias = (spec.num_heads, spec.num_kv_heads), config.qkv_bias
-            self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, *heads, tp, bias, not spec.v_from_k)
+            heads, kv, bias = spec.num_heads, spec.num_kv_heads, config.qkv_bias
+            self.qkv_proj = QKVParallelLinear(hidden_size, head_dim, heads, kv, tp, bias, not spec.v_from_k)
         else:
             self.q_proj = MergedColumnParallelLinear(hidden_size, {"q_proj": size}, tp, config.qkv_bias)
         multiplier = config.residual_multiplier

@@ -41,7 +41,8 @@ def dequantised(folder: Path, target: Path, plain: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("family", [each for each in ALL if each != "gpt_oss"])
+# Those whose files hold the experts of a layer as one tensor are refused; `test_gemma4_experts.py` has others.
+@pytest.mark.parametrize("family", [each for each in ALL if each not in ("gpt_oss", "gemma4-experts")])
 def test_fp8_files_are_read_again(tmp_path: Path, family: str) -> None:
     plain = write_tiny_model(tmp_path / "plain", family)
     original = forward(load(plain), PROMPT)
@@ -53,6 +54,7 @@ def test_fp8_files_are_read_again(tmp_path: Path, family: str) -> None:
         assert len(codes) == sum("_scale" in name for name in tensors) >= 5
         floats = {name for name, each in tensors.items() if each.dim() > 1 and each.dtype == torch.float32}
         others = ("embed_tokens", "lm_head", ".gate.", "shared_expert_gate", "_scale", "conv1d", "in_proj_")
+        others = (*others, "model.vision_")
         assert all(any(other in name for other in others) for name in floats), floats
         found, expected = (
             forward(load(each, on_cpu=True), PROMPT)

@@ -252,8 +252,17 @@ def fp8_experts_triton(
     """
     assert tiles.rows == choice.rows
     rows, dtype = quantise_rows_triton(x, gate_up.group), x.dtype
-    kinds = {"is_gated": True, "gather": True, "scatter": False}
-    inner = fp8_grouped_triton(rows, gate_up, tiles, choice.gate_up, dtype, **kinds, activation=activation)
+    inner = fp8_grouped_triton(
+        rows,
+        gate_up,
+        tiles,
+        choice.gate_up,
+        dtype,
+        is_gated=True,
+        gather=True,
+        scatter=False,
+        activation=activation,
+    )
     rows = quantise_rows_triton(inner, down.group)
     products = fp8_grouped_triton(
         rows, down, tiles, choice.down, dtype, is_gated=False, gather=False, scatter=True
