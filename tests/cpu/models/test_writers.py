@@ -41,7 +41,7 @@ def dequantised(folder: Path, target: Path, plain: Path) -> Path:
     return target
 
 
-# Those whose files hold the experts of a layer as one tensor are refused; `test_gemma4_experts.py` has others.
+# Files with the experts of a layer as one tensor are refused; `test_gemma4_experts.py` has others.
 @pytest.mark.parametrize("family", [each for each in ALL if each not in ("gpt_oss", "gemma4-experts")])
 def test_fp8_files_are_read_again(tmp_path: Path, family: str) -> None:
     plain = write_tiny_model(tmp_path / "plain", family)
