@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.stream import RMSNorm, Step
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import HFConfig, ModelConfig
 from nanovllm.models.decoder import Build, GatedMLP
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.layers import Experts, MoESpec
+from nanovllm.moe.replicated import ReplicatedLinear
 from nanovllm.quantization.base import Normed
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource

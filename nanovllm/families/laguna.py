@@ -19,8 +19,7 @@ from nanovllm.models.decoder import Attention, Build
 from nanovllm.moe.layers import ExpertNames, MoESpec
 from nanovllm.moe.sigmoid import SigmoidSpec
 from nanovllm.quantization.base import Normed
-from nanovllm.quantization.names import FileNames
-from nanovllm.quantization.shards import WeightSource
+from nanovllm.quantization.shards import FileNames, WeightSource
 
 # Keys of config.json for what no released model has, and the value that is supported.
 _FIXED = {

@@ -21,8 +21,7 @@ from nanovllm.models.config import FULL, SLIDING, HFConfig, ModelConfig, ModelFa
 from nanovllm.models.decoder import Attention, Build, DecoderLayer
 from nanovllm.quantization.base import Normed
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.names import FileNames, PackedRows
-from nanovllm.quantization.shards import WeightOptions, WeightSource
+from nanovllm.quantization.shards import FileNames, PackedRows, WeightOptions, WeightSource
 
 _BETA, _PERIOD = "llama_4_scaling_beta", "original_max_position_embeddings"
 _OTHERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")

@@ -21,8 +21,7 @@ from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP
 from nanovllm.quantization.base import Normed
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.names import FileNames, PackedRows
-from nanovllm.quantization.shards import WeightOptions, WeightSource
+from nanovllm.quantization.shards import FileNames, PackedRows, WeightOptions, WeightSource
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _OTHERS = ("vision_tower.", "vision_adapter.", "vision_projection.")

@@ -19,7 +19,7 @@ from nanovllm.formats.config_json.values import layer_kinds
 from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Build, GatedMLP, layer_norm
-from nanovllm.quantization.names import FileNames
+from nanovllm.quantization.shards import FileNames
 from nanovllm.states.layers import GatedDeltaNet, PackedStep
 from nanovllm.states.spec import StateSpec
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanovllm.attention.base import AttentionSpec
+from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.kinds import Kinds
 from nanovllm.models.config import ModelConfig
