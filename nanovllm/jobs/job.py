@@ -25,6 +25,7 @@ from nanovllm.config import Config
 from nanovllm.jobs.errors import JobRefusedError, refusing
 from nanovllm.jobs.formats import ENDINGS, check_can_write, endings, is_exported, open_source
 from nanovllm.jobs.journal import CHUNK, hash_file, versions
+from nanovllm.jobs.labels import LabelFormat
 from nanovllm.jobs.openai_batch import OpenAIFormat, looks_like_batch
 from nanovllm.jobs.params import job_params
 from nanovllm.jobs.side_files import check_name, new_file, own_file
@@ -53,7 +54,7 @@ _MAY_CHANGE = {
 }
 # The journal has those that are given.
 _PROMPT_ARGUMENTS: tuple[str, ...] = ("prompt_column", "template", "messages_column", "id_column")
-_PROMPT_ARGUMENTS += ("chat_template_kwargs", "columns", "chat", "system")
+_PROMPT_ARGUMENTS += ("chat_template_kwargs", "columns", "chat", "system", "choice")
 COPIED = "all"  # columns of the input, if --columns is not given
 _LONGEST = ".rows.jsonl.nanovllm.tmp"  # what a file beside the output has after the output's name
 STDIN = "standard input"
@@ -238,7 +239,7 @@ def open_job(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[Input, bo
                 f"one of {parts[0].name} and {part.name} is an OpenAI batch, and the other is not; run them "
                 "as two jobs"
             )
-    given = {"--chat": args.chat, "--columns": args.columns}
+    given = {"--chat": args.chat, "--columns": args.columns, "--choice": args.choice}
     if is_batch and any(given.values()):
         flag = next(name for name, value in given.items() if value)
         raise JobRefusedError(f"{parts[0].name} is an OpenAI batch, which has no {flag}; leave it out")
@@ -265,7 +266,7 @@ def _open_part(args: argparse.Namespace, path: Path, plain: PlainFormat, name: s
 def _plain_format(args: argparse.Namespace, params: SamplingParams, seed: int) -> PlainFormat:
     given = COPIED if args.columns is None else args.columns
     copied = {"all": None, "none": ()}.get(given, given) if isinstance(given, str) else given
-    return PlainFormat(
+    return (PlainFormat if args.choice is None else LabelFormat)(
         params,
         seed,
         prompt=args.prompt_column,

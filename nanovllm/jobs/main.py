@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from nanovllm import __version__
 from nanovllm.config import Option, kind_of
+from nanovllm.jobs.choices import parse_choices
 from nanovllm.jobs.errors import FAILED, READER_LEFT, REFUSED, JobRefusedError, Signals, caught_signals
 from nanovllm.jobs.formats import ENDINGS, SOURCES
 from nanovllm.jobs.job import engine_fields
@@ -270,6 +271,8 @@ def _add_row_arguments(parser: argparse.ArgumentParser, explained: bool) -> None
         help="fields of SamplingParams, or a JSON object; above the model's defaults, beneath a row's "
         "`sampling_params`",
     )
+    help_choice = "answer with one of these, and its score; or a JSON list"
+    rows.add_argument("--choice", type=_choices, metavar="A,B,C", help=help_choice)
     rows.add_argument("--n", type=_positive, metavar="N", help="answers to each row, as --sampling n=N")
 
 
@@ -355,6 +358,13 @@ def _columns(text: str) -> str | list[str]:
             f'must be all, none, names with commas between, or names as JSON ["a", "b"], not {text!r}'
         )
     return names
+
+
+def _choices(text: str) -> list[str]:
+    try:
+        return parse_choices(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _page(text: str) -> Path:

@@ -30,8 +30,9 @@ _INDEX = re.compile(rb'\{"(?:index": |id": "batch_req_)(\d{1,18})')
 MAX_COLUMNS = 1000  # of the input that a table gets
 COLUMNS: tuple[str, ...] = ("index", "id", "text", "finish_reason", "texts", "finish_reasons")
 COLUMNS += ("prompt_tokens", "completion_tokens", "logprobs", "error")
-# Those of answers that a parser has separated, where there is one.
+# Those of answers that a parser has separated, and of choices, where there are any.
 PARSED: tuple[str, ...] = ("reasoning", "reasonings", "tool_calls", "all_tool_calls", "tool_call_errors")
+PARSED += ("choice_scores", "choice_logprobs")
 _ALWAYS = ("index", "text")  # of a CSV file, also where no row has a text
 LISTS = ("texts", "finish_reasons")  # of rows with several completions
 NUMBERS = ("index", "prompt_tokens", "completion_tokens")

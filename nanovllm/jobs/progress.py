@@ -1,5 +1,5 @@
 """The figures of a job: its progress as one line that is redrawn in a terminal or notebook, else as plain
-lines, with the time that is left; and the statistics of all of its runs, kept in its journal.
+lines; and the statistics of all of its runs, kept in its journal.
 
 Counts rows and tokens; measures and decides nothing.
 """
@@ -12,10 +12,10 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from nanovllm.answers import RequestOutput, unlisted
 from nanovllm.batch import StepKind
@@ -24,6 +24,7 @@ from nanovllm.extras.outputs import EmbeddingRequestOutput
 from nanovllm.jobs.journal import Journal
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.parsed import how_it_ended
+from nanovllm.jobs.remaining import Remaining, Speed, Work
 from nanovllm.jobs.sources import Source
 from nanovllm.stats.progress import LINE_SECONDS, in_notebook
 from nanovllm.stats.summary import EngineStats, TimelinePoint, coarser, counted, short
@@ -68,96 +69,6 @@ class Display:
         with suppress(OSError):  # a terminal or pipe that was closed is no reason to stop
             self._stream.write(text)
             self._stream.flush()
-
-
-class Work(NamedTuple):
-    """What a row asks for: about the tokens of its prompt, and the most of its answers; None: not limited."""
-
-    size: float
-    most: int | None
-
-
-class Speed(NamedTuple):
-    """Sums up to a time: rows, tokens read from prompts and drawn, and the seconds of steps for each."""
-
-    time: float
-    rows: int = 0
-    read: int = 0
-    drawn: int = 0
-    prefill: float = 0.0
-    decode: float = 0.0
-
-
-class Remaining:
-    """Estimates how long a job will take, from the tokens that are left and the cost of a token.
-
-    A prompt has as many tokens for its size as those of the rows that ended. An answer takes the share of
-    its limit that they took; without a limit it is as long as theirs. Longer answers that run double.
-    """
-
-    def __init__(self) -> None:
-        self._asked, self._ended = _Sums(), _Sums()
-        self._read = self._drawn = 0  # tokens of rows that ended
-        self._of_unlimited = 0  # drawn tokens of rows without a limit
-
-    def ask(self, work: Work) -> None:
-        """Count a row that was read."""
-        self._asked.add(work)
-
-    def refuse(self, work: Work) -> None:
-        """Count a row as if it had not been read."""
-        self._asked.add(work, -1)
-
-    def end(self, work: Work, read: int, drawn: int) -> None:
-        """Count a row that has its answer, with its tokens."""
-        self._ended.add(work)
-        self._read += read
-        self._drawn += drawn
-        self._of_unlimited += drawn if work.most is None else 0
-
-    def seconds(self, now: Speed, then: Speed, begin: float, more: float, num_running: int) -> float | None:
-        """The seconds that are left at `now`; None if nothing tells.
-
-        then: an earlier time, from which on the cost of a token is taken. begin: of the first step. more: how
-        many times as many rows are still unread as were read.
-        """
-        asked, ended = self._asked, self._ended
-        if not now.prefill + now.decode or (asked.unlimited and not ended.unlimited):
-            return None
-        per_size = self._read / ended.size if ended.size else 1.0
-        share = (self._drawn - self._of_unlimited) / ended.most if ended.most else 1.0
-        length = self._of_unlimited / ended.unlimited if ended.unlimited else 0.0
-        to_read = max(0.0, per_size * asked.size * (1 + more) - now.read)
-        most = asked.most - ended.most  # of rows that were read
-        open_tokens = share * most + length * (asked.unlimited - ended.unlimited)
-        running = now.drawn - self._drawn
-        left = open_tokens - running
-        if left <= 0:  # the rows that run are longer than those that ended
-            left = max(float(num_running), min(running, most - running))
-        to_draw = left + more * (share * asked.most + length * asked.unlimited)
-        scale = (now.time - begin) / (now.prefill + now.decode)
-        cost = to_read * _cost(now, then, "read", "prefill") + to_draw * _cost(now, then, "drawn", "decode")
-        return scale * cost
-
-
-@dataclass
-class _Sums:  # of the work of rows
-    size: float = 0.0
-    most: int = 0
-    unlimited: int = 0
-
-    def add(self, work: Work, sign: int = 1) -> None:
-        self.size += sign * work.size
-        self.most += sign * (work.most or 0)
-        self.unlimited += sign * (work.most is None)
-
-
-def _cost(now: Speed, then: Speed, tokens: str, seconds: str) -> float:
-    """The seconds of a token since `then`, or since the start."""
-    for before in (then, Speed(0.0)):
-        if number := getattr(now, tokens) - getattr(before, tokens):
-            return (getattr(now, seconds) - getattr(before, seconds)) / number
-    return 0.0
 
 
 class JobProgress:
@@ -213,6 +124,23 @@ class JobProgress:
 
     def refused(self, work: Work) -> None:
         self._remaining.refuse(work)
+
+    def counted(self, size: float, tokens: int) -> None:
+        """Take in the tokens of some first prompts, with their template; `size` as `Work` has it."""
+        self._remaining.count(size, tokens)
+
+    def planned(self, before: Work, work: Work) -> None:
+        """Count what a row asks for, now that it is known better than `before`."""
+        self._remaining.refuse(before)
+        self._remaining.ask(work)
+
+    def labelled(self, tokens: tuple[int, int], read: int, drawn: int, work: Work) -> None:
+        """Count a row whose answer is a choice. tokens: of its prompt and its choice. read, drawn: for all
+        choices."""
+        self._remaining.end(work, read, drawn)
+        self.prompt_tokens += tokens[0]
+        self.output_tokens += tokens[1]
+        self.reasons["choice"] += 1
 
     def answered(self, output: RequestOutput, work: Work) -> None:
         drawn = sum([len(each.token_ids) for each in output.outputs])
@@ -285,7 +213,8 @@ class JobProgress:
         parts = [
             f"{self.finished:,} {rows}",
             f"{short((self._now.rows - then.rows) / seconds)} rows/s",
-            f"{short((self._now.drawn - then.drawn) / seconds)} tok/s",
+            f"{short((self._now.read - then.read) / seconds)} tok/s read",
+            f"{short((self._now.drawn - then.drawn) / seconds)} written",
         ]
         if (left := self.seconds_left()) is not None:
             parts.append(f"{timedelta(seconds=round(left))} left")

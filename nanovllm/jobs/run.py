@@ -44,6 +44,7 @@ from nanovllm.jobs.job import (
     standard_output,
 )
 from nanovllm.jobs.journal import Journal, hash_file, locked
+from nanovllm.jobs.labels import check_arguments
 from nanovllm.jobs.output import COLUMNS, PARSED, Output, put_in_order
 from nanovllm.jobs.parsed import how_it_ended
 from nanovllm.jobs.progress import History, JobProgress
@@ -69,6 +70,7 @@ def _run_job(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
     options = engine_options(args)
     with refusing():
         config = Config.from_kwargs(args.model, **options)
+    check_arguments(args.choice, args.sampling, options)
     check_output(args)
     if args.report is not None:
         with refusing(f"--report {args.report}: "):
@@ -140,6 +142,8 @@ def _run(runner: JobRunner, journal: Journal, answer: Callable[[], None]) -> int
     if isinstance(error, JobRefusedError) and not signals.seen:
         raise error
     _say(f"{output_name(args)}: {state}. {_summary(progress, runner.num_rows)}")
+    if note := runner.labels.note():
+        _say(note)
     return code
 
 

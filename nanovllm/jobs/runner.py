@@ -17,14 +17,19 @@ from typing import Any, TypeAlias, TypeVar
 
 from nanovllm.checks import BadRow, attempt
 from nanovllm.jobs.errors import TOO_MANY_ERRORS, JobFailedError, Signals
+from nanovllm.jobs.labels import LabelCounts, Labeller
 from nanovllm.jobs.output import Output
-from nanovllm.jobs.progress import JobProgress, Work
+from nanovllm.jobs.progress import JobProgress
+from nanovllm.jobs.remaining import Work
 from nanovllm.jobs.sources import Input, SourceRow
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task, as_prompt
 from nanovllm.params import SamplingParams
 from nanovllm.stats.summary import counted
+from nanovllm.text.processor import LONG_TEXT, encode
+from nanovllm.text.prompts import Prompt, parse_prompt
 
 _EMBED_ROWS = 256  # rows in one call of `embed`
+_COUNTED_ROWS = 16  # whose tokens are counted before any has ended, to know how long the job takes
 _RENDER_ROWS = 64  # rows whose conversations are rendered at once
 WINDOW_ROWS = 8192
 WINDOW_BYTES = 64 * 2**20  # of rows in memory, approximately; a window has at least one row
@@ -51,6 +56,7 @@ class JobRunner:
         self.output = output
         self.signals = signals
         self.progress = JobProgress(source, len(output.finished), output.num_errors)
+        self.labels = LabelCounts()
         self._held: dict[int, _Line] = {}  # lines that wait for earlier rows, with `ordered`
         self._next = source.first  # the next row to write, with `ordered`
 
@@ -63,8 +69,12 @@ class JobRunner:
         for kind, group in groupby(tasks, key=lambda task: task.kind):
             if kind == "embed":
                 self._embed(llm, group)
-            else:
+            elif kind == "generate":
                 self._generate(llm, group, renderer)
+            elif kind == "choice":
+                self._label(llm, group, renderer)
+            else:
+                raise ValueError(f"a task of an unknown kind, {kind!r}")
         assert not self._held
 
     def pending(self) -> Iterator[SourceRow]:
@@ -112,7 +122,10 @@ class JobRunner:
         def prompts() -> Iterator[Any]:
             place = 0
             for some in portions(tasks, _RENDER_ROWS):
-                for task, prompt in zip(some, renderer.prompts(some), strict=True):
+                rendered = renderer.prompts(some)
+                if not place and llm.tokenizer is not None:
+                    self.progress.counted(*_counted(llm.tokenizer, some, rendered))
+                for task, prompt in zip(some, rendered, strict=True):
                     if isinstance(prompt, Exception):
                         self._refuse_task(task, prompt)
                         continue
@@ -135,6 +148,21 @@ class JobRunner:
                 else:
                     self.progress.answered(output, task.work)
                     self._write(task.index, self._format.answer(task, output), task.columns)
+
+    def _label(self, llm: Any, tasks: Iterator[Task], renderer: Renderer) -> None:
+        def started(task: Task, work: Work) -> None:
+            self.progress.planned(task.work, work)
+            task.work = work
+
+        labeller = Labeller(self.args.choice, llm, renderer)
+        with closing(labeller.labels(portions(tasks, _RENDER_ROWS), started)) as labels:  # type: ignore[type-var]
+            for task, label in labels:
+                if isinstance(label, Exception):
+                    self._refuse_task(task, label)
+                    continue
+                self.progress.labelled(label.tokens, label.read, label.drawn, task.work)
+                self.labels.add(label)
+                self._write(task.index, label.line(task), task.columns)
 
     def _embed(self, llm: Any, tasks: Iterator[Task]) -> None:
         for some in portions(tasks, _EMBED_ROWS):
@@ -263,6 +291,19 @@ def _work(task: Task) -> Work:
     for part in parts:
         size += len(part) / _CHARS if isinstance(part, str) else len(part)
     return Work(size, None if limit is None else limit * task.params.n)
+
+
+def _counted(tokenizer: Any, tasks: list[Task], prompts: list[Any]) -> tuple[float, int]:
+    """The size of some first rows as `Work` has it, and the tokens of their prompts with the template."""
+    size, tokens = 0.0, 0
+    for task, prompt in islice(zip(tasks, prompts, strict=True), _COUNTED_ROWS):
+        parsed = attempt(parse_prompt, prompt, "the prompt") if not isinstance(prompt, Exception) else prompt
+        if isinstance(parsed, Prompt) and parsed.token_ids is not None:
+            size, tokens = size + task.work.size, tokens + len(parsed.token_ids)
+        elif isinstance(parsed, Prompt) and len(str(parsed.text)) < LONG_TEXT:
+            [ids] = encode(tokenizer, [str(parsed.text)], parsed.add_special_tokens)
+            size, tokens = size + task.work.size, tokens + len(ids)
+    return size, tokens
 
 
 def _fill(tasks: list[Task], size: int, more: Iterator[Task], rows: int) -> list[Task]:

@@ -53,7 +53,7 @@ class Task:
     prompt: Any
     params: SamplingParams
     is_chat: bool = False
-    kind: Literal["generate", "embed"] = "generate"
+    kind: Literal["generate", "embed", "choice"] = "generate"
     template: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
     columns: str = ""
@@ -341,7 +341,7 @@ class Renderer:
         template, and for wrong variables."""
         self._tokenizer = tokenizer
         self._variables = chat_template_kwargs
-        self._process = TemplateProcess()
+        self.process = TemplateProcess()
         self._options = attempt(self._check, {})  # of rows without their own
         if isinstance(self._options, Exception) and (all_chats or chat_template_kwargs):
             raise JobRefusedError(f"rows with messages: {self._options}")
@@ -371,7 +371,7 @@ class Renderer:
 
     def _render(self, conversations: list[Any], options: Mapping[str, Any]) -> list[Prompt | BadRow]:
         assert self._tokenizer is not None
-        found = render_conversations(self._tokenizer, conversations, options, self._process)
+        found = render_conversations(self._tokenizer, conversations, options, self.process)
         return [_without_number(each) if isinstance(each, Exception) else each for each in found]
 
     def _check(self, template: Mapping[str, Any]) -> dict[str, Any]:

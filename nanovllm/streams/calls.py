@@ -9,12 +9,14 @@ from contextlib import suppress
 
 from nanovllm.answers import RequestOutput
 from nanovllm.checks import check_on_error
+from nanovllm.device import Device
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import LengthHint
 from nanovllm.errors import EngineClosedError
 from nanovllm.inputs import PromptLike, calls_of_llm
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.params import SamplingParams
+from nanovllm.streams.ahead import FIRST, Ahead
 from nanovllm.streams.reader import PromptReader
 
 
@@ -34,7 +36,7 @@ class StreamCalls(LLMEngine):
 
         prompts, on_error: as for `generate`; an iterable of any length. Prompts are read and tokenised in
         batches between steps, while the device works, at most 2 * `max_num_seqs` ahead of the outputs that
-        the caller has taken.
+        the caller has taken. On a CPU it begins with 16 and goes up, so that the first answers come soon.
         sampling_params: one for all prompts, or an iterable with one for each.
         deltas: yield parts of answers. Each output then holds what is new since the previous output of the
         same prompt: `outputs` lists the completions that changed, by `index`, each with its new text and
@@ -57,10 +59,14 @@ class StreamCalls(LLMEngine):
             raise TypeError(f"deltas must be True or False, not {deltas!r}")
         return self._stream(PromptReader(prompts, params), on_error, deltas)
 
+    def _first_at_once(self, num_replicas: int) -> int | None:
+        """The requests with which a stream begins; None for as many as there may be."""
+        return None if Device(self.config.device).is_cuda else FIRST * num_replicas
+
     def _stream(self, reader: PromptReader, on_error: str, deltas: bool) -> Iterator[RequestOutput]:
         at_exit = sys.is_finalizing  # then modules have lost their names, and the engine is closed
-        window = 2 * self.config.max_num_seqs * self.config.data_parallel_size
-        batch = max(1, window // 8)
+        size = self.config.data_parallel_size
+        ahead = Ahead(2 * self.config.max_num_seqs * size, self._first_at_once(size))
         ready: deque[RequestOutput] = deque()
         hint = LengthHint(self._executor.room.max_model_len)
         with self._calling():
@@ -69,8 +75,9 @@ class StreamCalls(LLMEngine):
             self._awaited = ready
         try:
             while not reader.ended or self._executor.num_requests or ready:
-                has_room = self._executor.num_requests + batch <= window
-                first, prompts, params = reader.read(batch if has_room else 0)
+                portion = ahead.portion
+                has_room = self._executor.num_requests + portion <= ahead.limit
+                first, prompts, params = reader.read(portion if has_room else 0)
                 with self._calling(ready), no_full_collections():
                     if prompts:
                         hint.asked(first, params)
@@ -80,6 +87,7 @@ class StreamCalls(LLMEngine):
                     with self._emptied_on_error():
                         ready += self._noted(self._executor.step())
                     hint.answered(ready)
+                ahead.answered(ready)
                 while ready:
                     yield ready.popleft()
             hint.say()

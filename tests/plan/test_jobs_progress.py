@@ -15,7 +15,8 @@ import pytest
 from nanovllm.batch import StepKind
 from nanovllm.jobs.formats import open_source
 from nanovllm.jobs.main import main
-from nanovllm.jobs.progress import JobProgress, Work
+from nanovllm.jobs.progress import JobProgress
+from nanovllm.jobs.remaining import Work
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
 
@@ -46,8 +47,11 @@ def test_progress(tmp_path: Path) -> None:
     for progress in shows:
         progress.close()
     first, second_line = plain.getvalue().splitlines()
-    assert first == "20 rows (20%), 1.00 rows/s, 30.0 tok/s, 0:01:20 left, 1 error, KV 0%"
-    assert second_line == "30 rows (30%), 1.00 rows/s, 30.0 tok/s, 0:01:10 left, 2 errors, KV 0%"
+    assert first == "20 rows (20%), 1.00 rows/s, 0.00 tok/s read, 30.0 written, 0:01:20 left, 1 error, KV 0%"
+    assert (
+        second_line
+        == "30 rows (30%), 1.00 rows/s, 0.00 tok/s read, 30.0 written, 0:01:10 left, 2 errors, KV 0%"
+    )
     now += 1
     terminal.write = Mock(side_effect=BrokenPipeError)  # type: ignore[method-assign]
     shows[1].show()

@@ -161,7 +161,7 @@ def test_how_far_ahead_prompts_are_read(model: Path, max_num_seqs: int) -> None:
         assert read == 0
         for taken, _ in enumerate(stream, 1):
             furthest = max(furthest, read - taken)
-        assert taken == read == 60 and max_num_seqs <= furthest <= 2 * max_num_seqs
+        assert taken == read == 60 and min(max_num_seqs, 16) <= furthest <= 2 * max_num_seqs
         assert_idle(llm)
 
 

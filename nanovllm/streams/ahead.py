@@ -1,0 +1,53 @@
+"""Ahead: how many unfinished requests a stream has. On a CPU it begins with few and goes up while that pays.
+
+A CPU reads prompts about as slowly as it writes, and prompts run first: with many at once, the first answer
+of a job with short answers would come only after all of them. Decides a number; queues nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from time import perf_counter
+
+from nanovllm.answers import RequestOutput, unlisted
+
+FIRST = 16  # requests at once on a CPU, for each replica
+_SECONDS = 4.0  # in which as many answers should end as there are requests
+_TOKENS = 4  # read in the time in which a CPU writes one with few rows, about
+
+
+class Ahead:
+    """The most unfinished requests of a stream, as `limit`."""
+
+    def __init__(self, most: int, first: int | None, clock: Callable[[], float] = perf_counter) -> None:
+        """most: requests at once, at last. first: at the beginning; None: also `most`. clock: seconds."""
+        self.most = most
+        self.limit = most if first is None else min(first, most)
+        self._clock = clock
+        self._begin: float | None = None
+        self._ended = self._read = self._drawn = 0
+
+    @property
+    def portion(self) -> int:
+        """The prompts that are read at once: of few requests more, so that a step has some."""
+        return max(1, self.limit // (8 if self.limit == self.most else 4))
+
+    def answered(self, outputs: Iterable[RequestOutput]) -> None:
+        """Count answers, and raise the limit: as long as they end quickly, and where they are long beside
+        their prompts, because more rows then share each pass through the weights."""
+        if self.limit == self.most:
+            return
+        now = self._clock()
+        if self._begin is None:
+            self._begin = now
+        for output in outputs:
+            if not output.finished:
+                continue
+            self._ended += 1
+            self._read += len(unlisted(output, "prompt_token_ids")) - (output.num_cached_tokens or 0)
+            self._drawn += sum([len(unlisted(each, "token_ids")) for each in output.outputs])
+        if self._ended < self.limit:
+            return
+        if now - self._begin < _SECONDS or _TOKENS * self._drawn > self._read:
+            self.limit = min(2 * self.limit, self.most)
+        self._begin, self._ended, self._read, self._drawn = now, 0, 0, 0

@@ -1,0 +1,47 @@
+"""How many requests a stream has at once: on a CPU few at first."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.streams.ahead import Ahead
+
+
+def outputs_of(count: int, read: int, drawn: int, finished: bool = True) -> list[RequestOutput]:
+    completion = CompletionOutput(0, "a", [5] * drawn, finish_reason="stop")
+    return [RequestOutput("0", "a", [1] * read, None, [completion], finished) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("read", "drawn", "seconds", "limits"),
+    [
+        (100, 3, 10.0, [16, 16, 16]),  # short answers that take long: rows end as they can
+        (100, 3, 1.0, [32, 64, 100]),  # quick ones
+        (100, 50, 10.0, [32, 64, 100]),  # long answers: more rows share a pass through the weights
+    ],
+)
+def test_the_limit_goes_up_while_that_pays(read: int, drawn: int, seconds: float, limits: list[int]) -> None:
+    now = 0.0
+    ahead = Ahead(100, 16, lambda: now)
+    ahead.answered([])  # the first step
+    seen = []
+    for _ in limits:
+        before = ahead.limit
+        for _ in range(before - 1):
+            ahead.answered(outputs_of(1, read, drawn))
+            assert ahead.limit == before
+        now += seconds
+        ahead.answered(outputs_of(3, read, drawn, finished=False))  # parts of answers are none
+        assert ahead.limit == before
+        ahead.answered(outputs_of(1, read, drawn))
+        seen.append(ahead.limit)
+    assert seen == limits
+
+
+def test_on_a_gpu_all_run_from_the_start() -> None:
+    ahead = Ahead(2048, None)
+    assert (ahead.limit, ahead.portion) == (2048, 256)
+    ahead.answered(outputs_of(3, 10, 1))
+    assert ahead.limit == 2048
+    assert (Ahead(8, 16).limit, Ahead(8, 16).portion, Ahead(99, 16).portion) == (8, 1, 4)
