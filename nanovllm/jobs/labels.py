@@ -19,7 +19,6 @@ from nanovllm.jobs.choices import Choices, Plan, log_of_sum, shares
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.output import to_text
 from nanovllm.jobs.params import PARAMS_COLUMN, own_params
-from nanovllm.jobs.remaining import Work
 from nanovllm.jobs.sources import SourceRow, Values
 from nanovllm.jobs.tasks import PlainFormat, Renderer, Task
 from nanovllm.params import SamplingParams
@@ -47,6 +46,7 @@ class Label(NamedTuple):
     """The answer to a row: its most probable choice.
 
     scores: logprobs by choice. tokens: of the prompt, of the choice. read, drawn: what the queries took.
+    prompt: that the model read, if it came from a text.
     """
 
     text: str
@@ -54,6 +54,7 @@ class Label(NamedTuple):
     tokens: tuple[int, int]
     read: int
     drawn: int
+    prompt: str | None
 
     def line(self, task: Task) -> dict[str, Any]:
         """The record of a row."""
@@ -116,11 +117,11 @@ class Labeller:
         )
 
     def labels(
-        self, portions: Iterable[list[Task]], started: Callable[[Task, Work], None]
+        self, portions: Iterable[list[Task]], planned: Callable[[list[tuple[Task, Plan]]], None]
     ) -> Iterator[tuple[Task, Label | BadRow]]:
         """Yield each task with its label or its error, as soon as it is known.
 
-        started: called with a task and what its queries ask for, when they are known.
+        planned: called with some tasks and their plans, when they are known.
         """
         open_rows: dict[int, _Open] = {}  # by the number of a query in the stream
         refused: deque[tuple[Task, BadRow]] = deque()
@@ -130,13 +131,17 @@ class Labeller:
             number = 0
             for some in portions:
                 rendered = [_prompt_of(each) for each in self._renderer.prompts(some)]
-                for task, plan in zip(some, self.choices.plans(rendered), strict=True):
+                good: list[tuple[Task, Plan]] = []
+                prompts: list[str | None] = []
+                for task, prompt, plan in zip(some, rendered, self.choices.plans(rendered), strict=True):
                     if isinstance(plan, Exception):
                         refused.append((task, plan))
-                        continue
-                    read = sum(len(query.token_ids) for query in plan.queries)
-                    started(task, Work(read, len(plan.queries)))
-                    row = _Open(task, plan)
+                    else:
+                        good.append((task, plan))
+                        prompts.append(prompt.text if isinstance(prompt, Prompt) else None)
+                planned(good)
+                for (task, plan), text in zip(good, prompts, strict=True):
+                    row = _Open(task, plan, text)
                     for place, query in enumerate(plan.queries):
                         open_rows[number] = row
                         row.numbers[number] = place
@@ -171,8 +176,8 @@ def _prompt_of(prompt: Any) -> Prompt | BadRow:
 class _Open:
     """A row whose queries run."""
 
-    def __init__(self, task: Task, plan: Plan) -> None:
-        self.task, self._plan = task, plan
+    def __init__(self, task: Task, plan: Plan, prompt: str | None) -> None:
+        self.task, self._plan, self._prompt = task, plan, prompt
         self.numbers: dict[int, int] = {}  # of its queries in the stream: their place in the plan
         self._outputs: list[RequestOutput | None] = [None] * len(plan.queries)
         self._left = len(plan.queries)
@@ -195,7 +200,8 @@ class _Open:
         best = max(range(len(scores)), key=scores.__getitem__)  # the first of equal ones
         read = sum(len(query.token_ids) for query in self._plan.queries)
         tokens = self._plan.num_prompt_tokens, self._plan.lengths[best]
-        return Label(texts[best], dict(zip(texts, scores, strict=True)), tokens, read, len(outputs))
+        found = dict(zip(texts, scores, strict=True))
+        return Label(texts[best], found, tokens, read, len(outputs), self._prompt)
 
 
 class LabelCounts:

@@ -101,6 +101,7 @@ class JobProgress:
         self.finished = finished
         self.errors = errors
         self.rows_read = self.rows_taken = 0  # all, and those without a line
+        self.rows_planned = 0  # those of which it is known what they ask for
         self.prompt_tokens = self.output_tokens = 0
         self.reasons: Counter[str] = Counter()
 
@@ -131,6 +132,7 @@ class JobProgress:
 
     def planned(self, before: Work, work: Work) -> None:
         """Count what a row asks for, now that it is known better than `before`."""
+        self.rows_planned += 1
         self._remaining.refuse(before)
         self._remaining.ask(work)
 

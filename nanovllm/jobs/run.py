@@ -97,10 +97,18 @@ def _run_job(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
                 defaults,
                 lambda old_input: extend(args, source, old_input, path),
             )
-            answers = Answers()
-            each = None if args.report is None else lambda row, record: answers.add(sample_of(row, record))
+            answers, prompts = Answers(), dict[int, str]()  # prompts: that the model read, by row
+
+            def add_sample(row: int, record: dict[str, Any]) -> None:
+                answers.add(sample_of(row, record, prompts.pop(row, None)))
+
             output = Output(
-                path, source.span, args.output, drop_errors=args.retry_errors, echo=args.echo, each=each
+                path,
+                source.span,
+                args.output,
+                drop_errors=args.retry_errors,
+                echo=args.echo,
+                each=None if args.report is None else add_sample,
             )
         except OSError as error:
             raise JobRefusedError(f"{args.output} cannot be written: {error.strerror or error}") from None
@@ -108,7 +116,7 @@ def _run_job(args: argparse.Namespace, make_llm: Callable[..., Any]) -> int:
             _say(f"the job began with other versions, and answers may differ: {', '.join(others)}")
         with closing(output):
             runner = JobRunner(args, source, output, signals)
-            runner.answers = answers
+            runner.answers, runner.prompts = answers, None if args.report is None else prompts
             make = partial(make_format, args, is_batch, seed=config.seed)
             return _run(runner, journal, lambda: _answer(runner, journal, make, make_llm))
 
@@ -282,8 +290,9 @@ def _reported(runner: JobRunner, llm: Any, history: History, params: SamplingPar
                 _say(f"{path} could not be written: {error}")
 
 
-def sample_of(index: int, record: dict[str, Any]) -> Sample:
-    """The answer that a line has. Its prompt is the column `prompt`, or all columns that the line repeats."""
+def sample_of(index: int, record: dict[str, Any], rendered: str | None = None) -> Sample:
+    """The answer that a line has. rendered: the prompt that the model read; if it is unknown, as in an
+    earlier run, it is the column `prompt`, or all columns that the line repeats."""
     error = record.get("error")
     if error is not None:
         error = str(error["message"] if isinstance(error, dict) else error)
@@ -299,7 +308,7 @@ def sample_of(index: int, record: dict[str, Any]) -> Sample:
     if len(reasons) == 1 and "custom_id" not in record:
         reasons = [how_it_ended(reasons[0], text, record.get("reasoning"), record.get("tool_calls"))]
     read, drawn = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
-    prompt = columns.get("prompt", columns or "")
+    prompt = columns.get("prompt", columns or "") if rendered is None else rendered
     return Sample(index, row_id, prompt, text or "", tuple(map(str, reasons)), read, drawn, error)
 
 

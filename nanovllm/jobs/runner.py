@@ -16,6 +16,7 @@ from sys import getsizeof
 from typing import Any, TypeAlias, TypeVar
 
 from nanovllm.checks import BadRow, attempt
+from nanovllm.jobs.choices import Plan
 from nanovllm.jobs.errors import TOO_MANY_ERRORS, JobFailedError, Signals
 from nanovllm.jobs.labels import LabelCounts, Labeller
 from nanovllm.jobs.output import Output
@@ -48,6 +49,9 @@ class JobRunner:
 
     num_rows: int | None = None  # of the input, once all have been read
     answers: Any = None  # of all runs, for the report
+    prompts: dict[int, str] | None = (
+        None  # that the model read, by row, until the line is written; for it, too
+    )
 
     def __init__(self, args: argparse.Namespace, source: Input, output: Output, signals: Signals) -> None:
         """args: of the command line; uses `max_errors`, `ordered` and `window`. signals: end the job."""
@@ -147,21 +151,28 @@ class JobRunner:
                     self._refuse_task(task, output.error.replace(place, "the prompt"))
                 else:
                     self.progress.answered(output, task.work)
+                    self._note_prompt(task, output.prompt)
                     self._write(task.index, self._format.answer(task, output), task.columns)
 
     def _label(self, llm: Any, tasks: Iterator[Task], renderer: Renderer) -> None:
-        def started(task: Task, work: Work) -> None:
-            self.progress.planned(task.work, work)
-            task.work = work
+        def planned(some: list[tuple[Task, Plan]]) -> None:
+            if not self.progress.rows_planned:
+                size = sum(task.work.size for task, _ in some)
+                self.progress.counted(size, sum(plan.num_prompt_tokens for _, plan in some))
+            for task, plan in some:
+                work = Work(task.work.size * len(plan.queries), len(plan.queries))
+                self.progress.planned(task.work, work)
+                task.work = work
 
         labeller = Labeller(self.args.choice, llm, renderer)
-        with closing(labeller.labels(portions(tasks, _RENDER_ROWS), started)) as labels:  # type: ignore[type-var]
+        with closing(labeller.labels(portions(tasks, _RENDER_ROWS), planned)) as labels:  # type: ignore[type-var]
             for task, label in labels:
                 if isinstance(label, Exception):
                     self._refuse_task(task, label)
                     continue
                 self.progress.labelled(label.tokens, label.read, label.drawn, task.work)
                 self.labels.add(label)
+                self._note_prompt(task, label.prompt)
                 self._write(task.index, label.line(task), task.columns)
 
     def _embed(self, llm: Any, tasks: Iterator[Task]) -> None:
@@ -179,6 +190,10 @@ class JobRunner:
                 else:
                     self.progress.embedded(found, task.work)
                     self._write(task.index, self._format.embeddings(task, found), task.columns)
+
+    def _note_prompt(self, task: Task, prompt: str | None) -> None:
+        if self.prompts is not None and prompt is not None:
+            self.prompts[task.index] = prompt
 
     def _refuse_task(self, task: Task, why: object) -> None:
         self.progress.refused(task.work)
@@ -286,7 +301,7 @@ def _work(task: Task) -> Work:
     parts = task.prompt if task.kind == "embed" else [task.prompt]
     if task.is_chat:
         parts = [_text(message["content"]) for message in task.prompt]
-    limit = 0 if task.kind == "embed" else task.params.max_tokens
+    limit = {"embed": 0, "choice": 1, "generate": task.params.max_tokens}[task.kind]
     size = 0.0
     for part in parts:
         size += len(part) / _CHARS if isinstance(part, str) else len(part)

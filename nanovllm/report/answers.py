@@ -19,15 +19,19 @@ from nanovllm.report.chart import BOTTOM, LEFT, RIGHT, TOP, Axis, clean, draw_pa
 _MAX_SHOWN = 2000  # characters of a text
 _BINS = 20  # bars of a histogram, about
 _KINDS = {"First answers": 3, "Longest answers": 2, "Shortest answers": 2, "First errors": 3}  # and how many
+_EACH = "First of other answers"  # in place of long and short ones, where few different answers are counted
+_KEPT = 7  # candidates of a kind: no row is shown twice
+MOST_DIFFERENT = 30  # answers that are counted by their text
+_MOST_COUNTED = 200  # characters of such a text
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One answer, or the reason why there is none.
 
-    index, id: of its prompt. prompt: a string, or a value that is shown as JSON. text: of the first
-    completion. prompt_tokens, tokens: lengths; tokens are those of all completions. error: None for an
-    answer.
+    index, id: of its prompt. prompt: a string, or the columns of a row by name. text: of the first
+    completion. prompt_tokens, tokens: lengths; tokens are those of all completions. error: None for
+    an answer.
     """
 
     index: int
@@ -47,7 +51,37 @@ class Answers:
         self.reasons: Counter[str] = Counter()
         self.prompt_lengths: Counter[int] = Counter()
         self.lengths: Counter[int] = Counter()
-        self.samples: dict[str, list[tuple[int, int, Sample]]] = {kind: [] for kind in _KINDS}
+        self._kept: dict[str, list[tuple[int, int, Sample]]] = {kind: [] for kind in _KINDS}
+        self._first: dict[str, Sample] = {}  # by text, while there are few
+        self._texts: Counter[str] = Counter()
+        self._are_few = True
+
+    @property
+    def texts(self) -> dict[str, int]:
+        """How often each answer came, the most common first; empty if more than MOST_DIFFERENT differ, if one
+        is long, or if they come less than twice on average."""
+        if not self._are_few or self._texts.total() < 2 * len(self._texts):
+            return {}
+        return dict(sorted(self._texts.items(), key=lambda each: (-each[1], each[0])))
+
+    @property
+    def samples(self) -> dict[str, list[Sample]]:
+        """Samples by kind. No row is in two kinds."""
+        found: dict[str, list[Sample]] = {}
+        seen: set[int] = set()
+        for kind, count in _KINDS.items():
+            kept = [sample for _, _, sample in self._kept[kind]]
+            if kind in ("Longest answers", "Shortest answers"):
+                if self.texts:
+                    shown = {sample.text for sample in found["First answers"]}
+                    firsts = [self._first[text] for text in self.texts if text not in shown]
+                    found[_EACH], seen = firsts, seen | {sample.index for sample in firsts}
+                    continue
+                if len(self.lengths) == 1:
+                    continue
+            found[kind] = [sample for sample in kept if sample.index not in seen][:count]
+            seen |= {sample.index for sample in found[kind]}
+        return found
 
     @classmethod
     def of(cls, outputs: Iterable[RequestOutput]) -> Answers:
@@ -70,33 +104,50 @@ class Answers:
         self.reasons.update(sample.reasons)
         self.prompt_lengths[sample.prompt_tokens] += 1
         self.lengths[sample.tokens] += 1
+        self._count_text(sample)
         for kind, rank in zip(_KINDS, (sample.index, -sample.tokens, sample.tokens), strict=False):
             self._keep(kind, rank, sample)
 
+    def _count_text(self, sample: Sample) -> None:
+        text = sample.text
+        if not self._are_few:
+            return
+        if len(text) > _MOST_COUNTED or (text not in self._texts and len(self._texts) == MOST_DIFFERENT):
+            self._are_few = False
+            self._texts.clear()
+            self._first.clear()
+            return
+        self._texts[text] += 1
+        if text not in self._first or sample.index < self._first[text].index:
+            self._first[text] = _cut(sample)
+
     def _keep(self, kind: str, rank: int, sample: Sample) -> None:
-        kept = self.samples[kind]
+        kept = self._kept[kind]
         key = (rank, sample.index)
-        if len(kept) < _KINDS[kind] or key < kept[-1][:2]:
-            cut = replace(
-                sample, prompt=_shown(sample.prompt), text=_shown(sample.text), id=_shown(sample.id)
-            )
-            insort(kept, (*key, cut), key=lambda each: each[:2])
-            del kept[_KINDS[kind] :]
+        if len(kept) < _KEPT or key < kept[-1][:2]:
+            insort(kept, (*key, _cut(sample)), key=lambda each: each[:2])
+            del kept[_KEPT:]
+
+
+def _cut(sample: Sample) -> Sample:
+    """The sample with texts that are cut if they are very long."""
+    return replace(sample, prompt=_shown(sample.prompt), text=_shown(sample.text), id=_shown(sample.id))
 
 
 def answers_section(answers: Answers) -> str:
-    """Finish reasons, histograms and samples, as elements of the page."""
-    pictures = (
-        histogram("Prompt lengths", "prompts", answers.prompt_lengths),
-        histogram("Answer lengths", "answers", answers.lengths),
-    )
+    """The distribution of answers, finish reasons, histograms and samples, as elements of the page."""
+    texts = answers.texts
+    pictures = [histogram("Prompt lengths", "prompts", answers.prompt_lengths)]
+    if not texts:
+        pictures.append(histogram("Answer lengths", "answers", answers.lengths))
+    different = f"<h3>Distribution</h3>\n{bars(texts)}" if texts else ""
     samples = "".join(
-        f"<h3>{escape(kind)}</h3>\n{''.join(_card(sample) for _, _, sample in kept)}"
+        f"<h3>{escape(kind)}</h3>\n{''.join(map(_card, kept))}"
         for kind, kept in answers.samples.items()
         if kept
     )
     return (
-        f"<h2>Answers</h2>\n<h3>Finish reasons</h3>\n{bars(dict(answers.reasons.most_common()))}"
+        f"<h2>Answers</h2>\n{different}<h3>Finish reasons</h3>\n{bars(dict(answers.reasons.most_common()))}"
         f'<div class="charts">\n{"".join(pictures)}</div>\n{samples}'
     )
 
@@ -128,9 +179,16 @@ def _card(sample: Sample) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as text, cut if it is very long."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    """A value as text, cut if it is very long; of columns a line each, with their texts as they are."""
+    if isinstance(value, Mapping):
+        text = "\n".join(f"{_plain(name)}: {_plain(each)}" for name, each in value.items())
+    else:
+        text = _plain(value)
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 # -- histograms --------------------------------------------------------------------------------------------

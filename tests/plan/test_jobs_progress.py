@@ -203,3 +203,23 @@ def test_rows_that_were_not_read_count_too() -> None:
     simulation = Simulation(rows, 16, COSTS["like a GPU"], 100)
     simulation.run()
     assert max(simulation.error(share) for share in (0.1, 0.25)) < 0.4
+
+
+def test_short_answers_have_a_time_left_from_the_first_step_on() -> None:
+    """Reading is the work, and the template's tokens, which no row shows, are counted."""
+    rows = [make_row(100, 1, 1) for _ in range(200)]
+    for row in rows:
+        row.tokens = 90, 1  # with the template; the row itself has 25
+    simulation = Simulation(rows, 1024, COSTS["like a CPU"], 8192)
+    simulation.progress.counted(sum(row.size for row in rows[:16]), 16 * 90)
+    simulation.run()
+    total = simulation.now
+    now, left = simulation.seen[0]
+    assert now < total / 2 and left == pytest.approx(total - now, rel=0.1)
+
+
+def test_long_answers_have_none_before_the_first_is_written() -> None:
+    """The cost of a written token is unknown then, and matters."""
+    simulation = Simulation([make_row(100, 50, 50)] * 100, 100, COSTS["like a CPU"], 8192)
+    simulation.run()
+    assert simulation.seen[0][1] is None and simulation.seen[5][1] is not None

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from jobs import Lent, no_model, read_rows, run, write_rows
+from report_pages import parse, pictures, words
 
 from nanovllm import LLM, demo_model_path
 from nanovllm.jobs.choices import Choices, log_of_sum, parse_choices, shares
 from nanovllm.jobs.main import parse_args
+from nanovllm.jobs.progress import JobProgress
 from nanovllm.text.prompts import Prompt
 
 NUMBERS = [17, 20, 35, 42, 56, 63]
@@ -239,3 +241,44 @@ def test_sums_of_probabilities() -> None:
     assert shares([-2000.0, -2000.0]) == pytest.approx([0.5, 0.5])
     with pytest.raises(ValueError, match="probability 0"):
         shares([-math.inf, -math.inf])
+
+
+def test_the_report_shows_what_the_model_read_and_how_often_each_choice_came(
+    tmp_path: Path, questions: Path, llm: LLM
+) -> None:
+    """The template is applied, and nothing is escaped. Choices have no lengths."""
+    page = tmp_path / "report.html"
+    command = (questions, "-o", tmp_path / "out.jsonl", *ASKED, "--choice", "odd,even", "--report", page)
+    assert run(*command, make_llm=Lent(llm)) == 0
+    found = parse(page.read_text())
+    bars = [words(each) for each in found.findall(".//table[@class='bars']")]
+    assert "even 3 (50.0%)odd 3 (50.0%)" in bars and "Answer lengths" not in pictures(found)
+    prompts = [each.text for each in found.iter("pre") if each.get("class") == "prompt"]
+    expected = [
+        llm.get_tokenizer().apply_chat_template(
+            [{"role": "user", "content": f"Is {number} even or odd?"}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        for number in NUMBERS[:3]
+    ]
+    assert prompts == expected, "the first rows, and none twice"
+
+
+@pytest.mark.parametrize("more", [("--choice", "odd,even"), ("--sampling", "max_tokens=1,temperature=0")])
+def test_the_first_prompts_are_counted_with_their_template(
+    tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, more: tuple[str, str]
+) -> None:
+    """Before any row has ended, so the time left follows from the first step on."""
+    source = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": f"Is {each} even or odd?"} for each in range(16)]
+    )
+    seen: list[tuple[int, float, int]] = []
+    monkeypatch.setattr(
+        JobProgress, "counted", lambda self, size, tokens: seen.append((self.finished, size, tokens))
+    )
+    out = tmp_path / "out.jsonl"
+    assert run(source, "-o", out, "--chat", "--window", "16", *more, make_llm=Lent(llm)) == 0
+    rows = read_rows(out)
+    characters = sum(len(row["input_prompt"] if "input_prompt" in row else row["prompt"]) for row in rows)
+    assert seen == [(0, characters / 4, sum(row["prompt_tokens"] for row in rows))]

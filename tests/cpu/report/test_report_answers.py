@@ -48,9 +48,9 @@ def test_whatever_others_write_is_text(llm: CheckedLLM, tmp_path: Path) -> None:
 
 
 def test_samples_do_not_depend_on_the_order_of_the_answers() -> None:
-    """First, longest, shortest and errors; of equals the first."""
+    """First, longest, shortest and errors; of equals the first, and no row twice."""
     rng = random.Random(0)
-    all_of_them = [sample(index, rng.choice([1, 5, 5, 9])) for index in range(200)]
+    all_of_them = [sample(index, rng.choice([1, 5, 5, 9]), text=f"a{index}") for index in range(200)]
     all_of_them += [sample(200 + index, error="why") for index in range(9)]
     found = []
     for _ in range(5):
@@ -58,12 +58,50 @@ def test_samples_do_not_depend_on_the_order_of_the_answers() -> None:
         answers = Answers()
         for each in all_of_them:
             answers.add(each)
-        found.append({kind: [index for _, index, _ in kept] for kind, kept in answers.samples.items()})
+        found.append({kind: [each.index for each in kept] for kind, kept in answers.samples.items()})
     assert all(each == found[0] for each in found)
     lengths = {each.index: each.tokens for each in all_of_them if each.error is None}
     assert found[0]["First answers"] == [0, 1, 2] and found[0]["First errors"] == [200, 201, 202]
     for kind, tokens in (("Longest answers", 9), ("Shortest answers", 1)):
-        assert found[0][kind] == [index for index in sorted(lengths) if lengths[index] == tokens][:2]
+        others = [index for index in sorted(lengths) if lengths[index] == tokens and index > 2]
+        assert found[0][kind] == others[:2]
+
+
+def test_few_different_answers_have_bars_and_a_sample_each(llm: CheckedLLM) -> None:
+    """In place of a histogram of their lengths; no row is shown twice."""
+    answers = Answers()
+    for index in range(40):
+        answers.add(sample(index, text="yes" if index < 30 else "no" if index < 37 else "may be"))
+    assert answers.texts == {"yes": 30, "no": 7, "may be": 3}
+    page = parse(make_report(llm, answers=answers))
+    assert words(page.findall(".//table[@class='bars']")[1]) == "yes 30 (75.0%)no 7 (17.5%)may be 3 (7.5%)"
+    assert "Answer lengths" not in pictures(page) and "Prompt lengths" in pictures(page)
+    names = [card.split(" ")[1].rstrip(",") for card in cards(page)]
+    assert names == ["0", "1", "2", "30", "37"]
+
+
+def test_bars_end_where_answers_are_many_or_long(llm: CheckedLLM) -> None:
+    for texts, shown in (
+        ([str(number) for number in range(30)] * 2, 30),
+        ([str(number) for number in range(31)] * 2, 0),
+        (["a"] * 9 + ["b" * 201], 0),
+        (["a", "a", "b"], 0),  # less than twice on average
+    ):
+        answers = Answers()
+        for index, text in enumerate(texts):
+            answers.add(sample(index, tokens=1 + index % 2, text=text))
+        assert len(answers.texts) == shown
+        assert ("Answer lengths" in pictures(parse(make_report(llm, answers=answers)))) == (not shown)
+
+
+def test_columns_are_shown_as_they_are(llm: CheckedLLM) -> None:
+    """A line each, without the escapes of JSON."""
+    answers = Answers()
+    answers.add(Sample(0, None, {"body": 'He said "ä"\nand left', "stars": 3}, "x", ("stop",), 3, 4))
+    [shown] = [
+        each for each in parse(make_report(llm, answers=answers)).iter("pre") if each.get("class") == "prompt"
+    ]
+    assert shown.text == 'body: He said "ä"\nand left\nstars: 3'
 
 
 def test_the_page_has_samples_reasons_and_histograms(llm: CheckedLLM) -> None:
