@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from nanovllm import __version__
 from nanovllm.config import Option, kind_of
-from nanovllm.jobs.choices import parse_choices
+from nanovllm.jobs import arguments
 from nanovllm.jobs.errors import FAILED, READER_LEFT, REFUSED, JobRefusedError, Signals, caught_signals
 from nanovllm.jobs.formats import ENDINGS, SOURCES
 from nanovllm.jobs.job import engine_fields
@@ -32,9 +32,14 @@ from nanovllm.jobs.params import make_params
 from nanovllm.jobs.runner import WINDOW_ROWS
 from nanovllm.jobs.sources import QUOTINGS
 from nanovllm.params import SamplingParams
+from nanovllm.tune.arguments import add_tune
 from nanovllm.vllm.arguments import ENGINE, elsewhere
 
-_MODULES = {"run": "run", "check": "check", "version": "about", "doctor": "doctor"}  # of the commands
+_MODULES = {  # of the commands
+    **{name: f"jobs.{name}" for name in ("run", "check", "doctor")},
+    "version": "jobs.about",
+    "tune": "tune.command",
+}
 # Python's words in texts about options, and those of a command line.
 _REWORDED = (
     (r", or a `?(torch|transformers)[.\w ]*\w`?", ""),
@@ -78,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _code(args: argparse.Namespace, signals: Signals) -> int:
     """Run a command; return its exit code."""
     try:
-        module = importlib.import_module(f"nanovllm.jobs.{_MODULES[args.command]}")
+        module = importlib.import_module(f"nanovllm.{_MODULES[args.command]}")
         signals.check()
         code: int = getattr(module, args.command)(args)
         sys.stdout.flush()
@@ -134,6 +139,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         flags = ["--" + name.replace("_", "-") for name in (*vars(args), *engine_fields())]
         hint = _hint(unknown[0].partition("=")[0], flags, args.command)
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+    args.given = list(given)
     if (n := getattr(args, "n", None)) is not None:
         args.sampling = {"n": n, **args.sampling}
         if args.sampling["n"] != n:
@@ -186,6 +192,9 @@ def _parser(explained: bool) -> tuple[argparse.ArgumentParser, Any]:
     doctor = commands.add_parser("doctor", help=about, description=about, allow_abbrev=False)
     doctor.add_argument("model", nargs="?", metavar="MODEL", help="a folder or a Hugging Face hub id")
     _add_engine_arguments(doctor, explained)
+    tune = add_tune(commands)
+    _add_row_arguments(tune, explained)
+    _add_engine_arguments(tune, explained)
     return parser, commands
 
 
@@ -241,24 +250,24 @@ def _add_row_arguments(parser: argparse.ArgumentParser, explained: bool) -> None
     help_quoting += "TSV none unless a field shows doubled quotes)"
     rows.add_argument("--quoting", choices=QUOTINGS, help=help_quoting)
     help_delimiter = "between fields of CSV (default: , and of TSV a tab)"
-    rows.add_argument("--delimiter", type=_delimiter, metavar="CHAR", help=help_delimiter)
+    rows.add_argument("--delimiter", type=arguments.delimiter, metavar="CHAR", help=help_delimiter)
     rows.add_argument("--id-column", metavar="NAME", help="default: id or custom_id, where there is one")
     help_columns = "columns that answers repeat: all, none, or a,b (default: all)"
-    rows.add_argument("--columns", type=_columns, metavar="NAMES", help=help_columns)
+    rows.add_argument("--columns", type=arguments.columns, metavar="NAMES", help=help_columns)
     rows = parser.add_argument_group("prompts")
     prompt = rows.add_mutually_exclusive_group()
     prompt.add_argument("--prompt-column", metavar="NAME", help="of strings (default: prompt, or messages)")
     help_template = "a prompt with columns in braces, or @FILE"
-    prompt.add_argument("--template", type=_text_or_file, metavar="TEXT", help=help_template)
+    prompt.add_argument("--template", type=arguments.text_or_file, metavar="TEXT", help=help_template)
     prompt.add_argument("--messages-column", metavar="NAME", help="a conversation for the chat template")
     rows.add_argument(
         "--chat", action="store_true", help="a prompt is a user's message for the chat template"
     )
     help_system = "the system message of conversations without one, or @FILE"
-    rows.add_argument("--system", type=_text_or_file, metavar="TEXT", help=help_system)
+    rows.add_argument("--system", type=arguments.text_or_file, metavar="TEXT", help=help_system)
     rows.add_argument(
         "--chat-template-kwargs",
-        type=_json_object,
+        type=arguments.json_object,
         default={},
         metavar="JSON",
         help="variables of the template",
@@ -272,25 +281,31 @@ def _add_row_arguments(parser: argparse.ArgumentParser, explained: bool) -> None
         "`sampling_params`",
     )
     help_choice = "answer with one of these, and its score; or a JSON list"
-    rows.add_argument("--choice", type=_choices, metavar="A,B,C", help=help_choice)
-    rows.add_argument("--n", type=_positive, metavar="N", help="answers to each row, as --sampling n=N")
+    rows.add_argument("--choice", type=arguments.choices, metavar="A,B,C", help=help_choice)
+    rows.add_argument(
+        "--n", type=arguments.positive, metavar="N", help="answers to each row, as --sampling n=N"
+    )
 
 
 def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("the job")
-    job.add_argument("--limit", type=_positive, metavar="N", help="run the first N rows only")
+    job.add_argument("--limit", type=arguments.positive, metavar="N", help="run the first N rows only")
     job.add_argument(
-        "--shard", type=_shard, metavar="I/N", help="run the I-th of N parts, in the input's order"
+        "--shard", type=arguments.shard, metavar="I/N", help="run the I-th of N parts, in the input's order"
     )
     job.add_argument("--extend", action="store_true", help="answer the new rows of an input that has grown")
-    job.add_argument("--max-errors", type=_count, metavar="N", help="stop at more error rows than this")
+    job.add_argument(
+        "--max-errors", type=arguments.count, metavar="N", help="stop at more error rows than this"
+    )
     job.add_argument("--retry-errors", action="store_true", help="run the error rows of the output again")
     job.add_argument("--ordered", action="store_true", help="run and write the rows in the input's order")
     help_window = f"rows that are reordered together (default: {WINDOW_ROWS:,})"
-    job.add_argument("--window", type=_positive, default=WINDOW_ROWS, metavar="N", help=help_window)
+    job.add_argument("--window", type=arguments.positive, default=WINDOW_ROWS, metavar="N", help=help_window)
     help_safe = "put ' before a cell of CSV that a spreadsheet would run"
     job.add_argument("--csv-safe", action="store_true", help=help_safe)
-    job.add_argument("--report", type=_page, metavar="FILE", help="write a page about the job, .html")
+    job.add_argument(
+        "--report", type=arguments.page, metavar="FILE", help="write a page about the job, .html"
+    )
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser, explained: bool) -> None:
@@ -309,7 +324,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser, explained: bool) -> N
             action = argparse.BooleanOptionalAction
             engine.add_argument(flags[name], default=argparse.SUPPRESS, help=text, action=action)
         else:
-            read = str if kind == "str" else _json_or_text
+            read = str if kind == "str" else arguments.json_or_text
             engine.add_argument(flags[name], default=argparse.SUPPRESS, help=text, type=read, metavar="VALUE")
 
 
@@ -324,76 +339,3 @@ def text_of(option: Option) -> str:
 def _as_flag(name: str) -> str:
     """The flag of an option that a text names."""
     return "--" + name.replace("_", "-") if name in engine_fields() else name
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    value = _json_or_text(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object {{...}}, not {text!r}")
-    return value
-
-
-def _text_or_file(text: str) -> str:
-    if not text.startswith("@"):
-        return text
-    try:
-        return Path(text[1:]).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text[1:]}: {error}") from None
-
-
-def _columns(text: str) -> str | list[str]:
-    if text in ("all", "none"):
-        return text
-    names = _json_or_text(text) if text.startswith("[") else text.split(",")
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise argparse.ArgumentTypeError(
-            f'must be all, none, names with commas between, or names as JSON ["a", "b"], not {text!r}'
-        )
-    return names
-
-
-def _choices(text: str) -> list[str]:
-    try:
-        return parse_choices(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _page(text: str) -> Path:
-    if not text.endswith(".html"):  # it may be the path of the output by mistake
-        raise argparse.ArgumentTypeError(f"must end in .html, not {text!r}")
-    return Path(text)
-
-
-def _delimiter(text: str) -> str:
-    text = "\t" if text == "\\t" else text
-    if len(text) != 1 or text in '"\r\n':
-        raise argparse.ArgumentTypeError(f"must be one character, no quote and no line end, not {text!r}")
-    return text
-
-
-def _shard(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise argparse.ArgumentTypeError(f"must be I/N with I from 1 to N, such as 2/8, not {text!r}")
-    return int(found[1]), int(found[2])
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"must be a number of rows, 0 or more, not {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text!r}")
-    return int(text)

@@ -1,0 +1,238 @@
+"""The search of `nanovllm tune`, with an injected clock and measurer: what it tries, finds and prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import write_rows
+
+from nanovllm import demo_model_path
+from nanovllm.jobs.main import parse_args
+from nanovllm.tune.command import command_of, tune
+from nanovllm.tune.halving import Failed, Measured, Outcome, Search
+from nanovllm.tune.sample import MOST_ROWS, job_arguments, write_sample
+from nanovllm.tune.settings import Machine, Setting, changes_answers, settings
+
+CPU, GPUS = Machine("cpu", 0, 8, False), Machine("cuda", 4, 6, False)
+Cost = Callable[[dict[str, Any]], float]  # seconds of a row by setting
+
+
+class Bench:
+    """A clock, and trials that take `loading` seconds and `cost` of their setting for each row."""
+
+    def __init__(self, cost: Cost, loading: float = 5.0) -> None:
+        self.now = 0.0
+        self.cost, self.loading = cost, loading
+        self.calls: list[tuple[Setting, int]] = []
+        self.failing: dict[str, str] = {}  # reasons by option
+        self.interrupt_at = -1
+
+    def clock(self) -> float:
+        return self.now
+
+    def measure(self, setting: Setting, rows: int, limit: float) -> Outcome:
+        if len(self.calls) == self.interrupt_at:
+            raise KeyboardInterrupt
+        self.calls.append((setting, rows))
+        for name, reason in self.failing.items():
+            if name in dict(setting):
+                self.now += self.loading
+                return Failed(reason, self.loading)
+        seconds = rows * self.cost(dict(setting))
+        if self.loading + seconds > limit:
+            self.now += limit
+            return Failed("not done", limit)
+        self.now += self.loading + seconds
+        return Measured(rows, seconds, self.loading, 100 * rows, 5 * rows)
+
+
+def cost(options: dict[str, Any]) -> float:
+    """The best is max_num_seqs=32 with steps of 1,024 tokens, 1.5 times as fast as the job's own."""
+    seqs = {8: 1.6, 32: 0.8, 128: 0.9}.get(options.get("max_num_seqs", 0), 1.0)
+    return seqs * {256: 1.3, 1024: 0.83}.get(options.get("max_num_batched_tokens", 0), 1.0)
+
+
+def search_of(bench: Bench, minutes: float, tried: list[Setting] | None = None, rows: int = 2048) -> Search:
+    tried = settings(CPU, {}, False) if tried is None else tried
+    return Search(tried, bench.measure, bench.clock, 60 * minutes, rows)
+
+
+@pytest.mark.parametrize("minutes", [10, 60, 600])
+def test_the_best_of_a_grid_is_found_in_time(minutes: float) -> None:
+    bench = Bench(cost)
+    search = search_of(bench, minutes)
+    search.run()
+    best = search.best()
+    assert best is not None and dict(best) == {"max_num_seqs": 32, "max_num_batched_tokens": 1024}
+    assert search.gain(best) == pytest.approx(1 / (0.8 * 0.83)) and not search.left_out
+    assert bench.now <= 60 * minutes
+    rounds = [rows for setting, rows in bench.calls if setting == ()]
+    assert rounds == sorted(rounds) and rounds[-1] >= 2 * rounds[1], "more rows for fewer settings"
+
+
+def test_a_short_time_is_kept_too() -> None:
+    """What does not fit is left out, those first that differ most from the job's own settings."""
+    bench = Bench(cost)
+    search = search_of(bench, 1)
+    search.run()
+    assert bench.now <= 60 and search.left_out
+    tried = [setting for setting in search.settings if setting not in search.left_out]
+    assert list(search.settings) == [*tried, *search.left_out]
+    assert all(rows >= 8 for _, rows in bench.calls)
+
+
+def test_no_time_for_a_second_trial_is_the_job_s_own() -> None:
+    bench = Bench(cost, loading=29.0)
+    search = search_of(bench, 1)
+    search.run()
+    assert search.best() == () and len(search.trials) == 1
+
+
+def test_a_small_lead_may_be_chance() -> None:
+    for lead, own in ((1.02, True), (1.05, False)):
+        bench = Bench(lambda options, lead=lead: 1.0 if options else lead)  # type: ignore[misc]
+        search = search_of(bench, 30)
+        search.run()
+        assert (search.best() == ()) == own
+
+
+def test_settings_that_fail_are_rows_with_a_reason() -> None:
+    bench = Bench(cost)
+    bench.failing = {"max_num_seqs": "the KV cache needs 9 GB"}
+    search = search_of(bench, 30)
+    search.run()
+    failed = {setting for setting, found in search.trials.items() if isinstance(found, Failed)}
+    assert failed == {setting for setting in search.settings if "max_num_seqs" in dict(setting)}
+    assert search.best() == (("max_num_batched_tokens", 1024),)
+    assert max([setting for setting, _ in bench.calls].count(each) for each in failed) == 1, "tried once"
+
+
+def test_the_job_s_own_settings_may_fail() -> None:
+    """Then the fastest of the others is chosen."""
+    tried = settings(CPU, {}, False)
+    bench = Bench(cost)
+    measure = bench.measure
+
+    def fails(setting: Setting, rows: int, limit: float) -> Outcome:
+        return measure(setting, rows, limit) if setting else Failed("out of memory", 1.0)
+
+    search = Search(tried, fails, bench.clock, 3600, 2048)
+    search.run()
+    best = search.best()
+    assert best is not None and dict(best) == {"max_num_seqs": 32, "max_num_batched_tokens": 1024}
+    nothing = Search(tried, lambda *given: Failed("no", 1.0), bench.clock, 3600, 2048)
+    nothing.run()
+    assert nothing.best() is None and len(nothing.trials) == len(tried)
+
+
+def test_a_trial_that_is_far_slower_is_cut_off() -> None:
+    bench = Bench(lambda options: 50.0 if options.get("max_num_seqs") == 8 else 0.5)
+    search = search_of(bench, 60)
+    search.run()
+    slow = [found for setting, found in search.trials.items() if dict(setting).get("max_num_seqs") == 8]
+    assert slow and all(isinstance(each, Failed) for each in slow) and bench.now <= 3600
+
+
+# -- which settings ----------------------------------------------------------------------------------------
+
+
+def test_answers_change_only_when_asked() -> None:
+    for machine in (CPU, GPUS):
+        plain, all_of_them = settings(machine, {}, False), settings(machine, {}, True)
+        assert not any(map(changes_answers, plain)) and any(map(changes_answers, all_of_them))
+        assert set(plain) < set(all_of_them) and plain[0] == all_of_them[0] == ()
+    quantised = settings(Machine("cpu", 0, 8, True), {}, True)
+    assert not any(map(changes_answers, quantised)), "weights that are quantised stay so"
+
+
+def test_replicas_against_ranks() -> None:
+    """All GPUs, in groups of ranks that divide the K/V heads."""
+    found = {tuple(pair for pair in each if "parallel" in pair[0]) for each in settings(GPUS, {}, False)}
+    two = ("data_parallel_size", 2), ("tensor_parallel_size", 2)
+    assert found == {(), (("data_parallel_size", 4),), two}, "4 ranks do not divide 6 heads"
+
+
+def test_options_that_are_given_stay() -> None:
+    given = {"max_num_seqs": 64, "tensor_parallel_size": 2}
+    names = {name for each in settings(GPUS, given, True) for name, _ in each}
+    assert names == {"max_num_batched_tokens", "kv_cache_dtype", "quantization"}
+
+
+# -- sample and command ------------------------------------------------------------------------------------
+
+
+def tune_args(*argv: object) -> Any:
+    return parse_args(["tune", demo_model_path(), *map(str, argv)])
+
+
+def test_the_sample_is_the_same_each_time_and_from_all_of_the_input(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{number}"} for number in range(5000)])
+    args = tune_args(rows)
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    assert [write_sample(args, path) for path in paths] == [(MOST_ROWS, 5000)] * 2
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    found = [int(json.loads(line)["prompt"]) for line in paths[0].read_text().splitlines()]
+    assert len(set(found)) == MOST_ROWS
+    first = found[:200]  # a smaller sample is the beginning of a larger one
+    assert len([each for each in first if each < 2500]) == pytest.approx(100, abs=30)
+    job = job_arguments(args, paths[0], tmp_path / "out.jsonl")
+    assert job["inputs"] == [str(paths[0])] and job["model"] == demo_model_path()
+    json.dumps(job)
+
+
+def test_the_command_is_that_of_the_job(tmp_path: Path) -> None:
+    args = tune_args(
+        "a b.jsonl", "--chat", "--minutes", "3", "--sampling", "max_tokens=9", "--change-answers"
+    )
+    assert command_of(args, (("max_num_seqs", 32),)) == (
+        f"nanovllm run 'a b.jsonl' -o OUTPUT.jsonl --model {demo_model_path()} --chat --sampling "
+        "max_tokens=9 --max-num-seqs 32"
+    )
+    same = tune_args("x", "--system", "x", "--minutes=3")
+    assert command_of(same, ()).endswith(f"--model {demo_model_path()} --system x")
+
+
+def run_tune(tmp_path: Path, bench: Bench, *more: object) -> int:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{number}"} for number in range(300)])
+    return tune(tune_args(rows, "--device", "cpu", *more), bench.measure, bench.clock)
+
+
+def test_the_table_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(cost)
+    bench.failing = {"quantization": "there is not enough memory"}
+    assert run_tune(tmp_path, bench, "--minutes", "60", "--change-answers") == 0
+    out = capsys.readouterr().out
+    table, _, command = out.rpartition("\n\n")
+    head, first, *_ = table.splitlines()
+    assert head.split()[:2] == ["setting", "rows"]
+    assert first.startswith("--max-num-seqs 32 --max-num-batched-tokens 1024") and "1.51" in first
+    assert "--quantization int8 (changes answers)" in table and "failed: there is not enough memory" in table
+    assert "is the fastest: 1.51 times the job's own\n" in out
+    assert command.strip().endswith("--device cpu --max-num-seqs 32 --max-num-batched-tokens 1024")
+
+
+def test_a_choice_that_changes_answers_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(lambda options: 0.5 if options.get("quantization") == "int4" else 1.0)
+    assert run_tune(tmp_path, bench, "--minutes", "60", "--change-answers") == 0
+    assert "its answers differ from those of the job's own" in capsys.readouterr().out
+
+
+def test_ctrl_c_prints_the_best_so_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(cost)
+    bench.interrupt_at = 14  # in the second round
+    assert run_tune(tmp_path, bench, "--minutes", "60") == 130
+    out, err = capsys.readouterr()
+    assert (
+        "stopped by Ctrl-C" in err and "nanovllm run" in out and "--max-num-seqs 32" in out.splitlines()[-1]
+    )
+
+
+def test_a_wrong_command_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, why in (("0", "minutes above 0"), ("soon", "minutes above 0")):
+        with pytest.raises(SystemExit):
+            tune_args("rows.jsonl", "--minutes", given)
+        assert why in capsys.readouterr().err
