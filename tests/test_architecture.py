@@ -42,7 +42,18 @@ FLOORS = (
 # A door imports the core and other doors, but no file imports itself through others.
 DOORS = {"chat", "cpu", "extras", "families", "formats", "moe", "parallel", "residency", "vllm", "windows"}
 DOORS |= {"cuda_graphs", "shared_prefixes", "states", "streams"}
-DOORS |= {"flash_attn", "hub", "integrations", "jobs", "order", "reasoning", "report", "stats", "tables"}
+DOORS |= {
+    "flash_attn",
+    "hub",
+    "integrations",
+    "jobs",
+    "order",
+    "reasoning",
+    "report",
+    "stats",
+    "tables",
+    "tune",
+}
 # What these reach through imports never needs torch. Only `engine` and what imports it reach them.
 WINGS = {"text", "plan"}
 NO_TORCH = WINGS | (FLOORS[0] - {"device", "device_facts"})

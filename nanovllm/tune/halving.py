@@ -75,12 +75,11 @@ class Search:
         """
         end = self.clock() + self.seconds
         own = self.settings[0]
-        first = self._try(own, min(LEAST_ROWS, self.most_rows), self.seconds)
         others = list(self.settings[1:])
-        if isinstance(first, Failed):
-            first = self._first_that_runs(others, end)
-            if first is None:
-                return
+        outcome = self._try(own, min(LEAST_ROWS, self.most_rows), self.seconds)
+        first = outcome if isinstance(outcome, Measured) else self._first_that_runs(others, end)
+        if first is None:
+            return
         rounds = self._rounds(len(others))
         while others and not self._fits(len(others), rounds, end, first):
             self.left_out.append(others.pop())
@@ -101,7 +100,7 @@ class Search:
             self._alive = others = ranked[: max(1, len(ranked) // 2)]
 
     def best(self) -> Setting | None:
-        """The fastest setting that is left, but the job's own unless that is slower by 3 %. None if none ran."""
+        """The fastest setting that is left, or the job's own, if that is not 3 % slower. None if none ran."""
         own = self.settings[0]
         ran = [each for each in self._alive if self.gain(each) is not None]
         if not ran:

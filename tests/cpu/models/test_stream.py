@@ -145,6 +145,22 @@ def test_outputs_come_as_they_finish(llm: CheckedLLM) -> None:
     assert [len(output["token_ids"]) for output in outputs] == [1, 2, 5, 9]
 
 
+def test_on_a_cpu_the_first_answers_come_before_most_prompts_are_read(model: Path) -> None:
+    """So a job that is killed loses little: prompts run first, and all 200 could run at once."""
+    read = 0
+
+    def prompts() -> Iterator[list[int]]:
+        nonlocal read
+        for index in range(200):
+            read += 1
+            yield [5 + index % 50, 6]
+
+    with make_tiny(model, max_num_seqs=200) as llm:
+        stream = llm.stream(prompts(), SHORT)
+        at = [read for _ in stream]
+        assert read == len(at) == 200 and at[0] <= 20
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 32])
 def test_how_far_ahead_prompts_are_read(model: Path, max_num_seqs: int) -> None:
     read = 0
