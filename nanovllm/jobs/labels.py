@@ -167,7 +167,7 @@ class Labeller:
 
 
 def _prompt_of(prompt: Any) -> Prompt | BadRow:
-    if isinstance(prompt, Exception):
+    if isinstance(prompt, (TypeError, ValueError)):
         return prompt
     plain = prompt.get("prompt", prompt) if isinstance(prompt, dict) else prompt  # names no key in errors
     return attempt(parse_prompt, plain, "the prompt")

@@ -38,10 +38,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A trial that did not run, or did not end."""
+    """A trial that did not run, or did not end. is_late: it was ended because its time was over."""
 
     reason: str
-    seconds: float = 0.0  # that it took
+    is_late: bool = False
 
 
 Outcome: TypeAlias = "Measured | Failed"
@@ -53,7 +53,7 @@ Measure: TypeAlias = Callable[[Setting, int, float], Outcome]
 class Search:
     """What a search has found so far; `run` may be interrupted at any time.
 
-    trials: the last outcome of each setting, on the most rows. left_out: settings for which no time was left.
+    trials: the last outcome of each setting.
     """
 
     settings: Sequence[Setting]
@@ -63,9 +63,10 @@ class Search:
     most_rows: int
     started: Callable[[Setting, int], object] = lambda setting, rows: None
     trials: dict[Setting, Outcome] = field(default_factory=dict)
-    left_out: list[Setting] = field(default_factory=list)
     _alive: list[Setting] = field(default_factory=list)  # beside the job's own
-    _own: dict[int, Measured] = field(default_factory=dict)  # the job's own setting, by rows
+    _round: int = 0
+    _rounds_of: dict[Setting, int] = field(default_factory=dict)  # in which their last outcome came
+    _own: dict[int, Measured] = field(default_factory=dict)  # the job's own setting, by round
 
     def run(self) -> None:
         """Search until one setting is left beside the job's own, or the time is over.
@@ -82,22 +83,29 @@ class Search:
             return
         rounds = self._rounds(len(others))
         while others and not self._fits(len(others), rounds, end, first):
-            self.left_out.append(others.pop())
+            others.pop()
             rounds = self._rounds(len(others))
-        self.left_out.reverse()
         self._alive = others
         for left in range(rounds, 0, -1):
             alive = [each for each in others if not isinstance(self.trials.get(each), Failed)]
-            here = [own, *alive] if not isinstance(self.trials[own], Failed) else alive
-            rows = self._rows(len(here), left, end, first)
-            if not here or rows is None:
+            found = self.trials.get(own)
+            first = found if isinstance(found, Measured) else first  # its last trial tells best
+            here = [own, *alive] if isinstance(found, Measured) else alive
+            rows = self._rows(len(here), left, end, first) if alive else None
+            if rows is None:
                 return
+            self._round += 1
             for setting in here:
                 if self.clock() >= end:
                     return
                 self._try(setting, rows, end - self.clock())
             ranked = sorted(alive, key=self._rank)
             self._alive = others = ranked[: max(1, len(ranked) // 2)]
+
+    @property
+    def left_out(self) -> list[Setting]:
+        """The settings for which no time was left."""
+        return [each for each in self.settings if each not in self.trials]
 
     def best(self) -> Setting | None:
         """The fastest setting that is left, or the job's own, if that is not 3 % slower. None if none ran."""
@@ -112,12 +120,12 @@ class Search:
         return own if is_chance and isinstance(self.trials[own], Measured) else best
 
     def gain(self, setting: Setting) -> float | None:
-        """How many times as fast a setting was as the job's own on the same rows; None if it did not run.
+        """How many times as fast a setting was as the job's own in the same round; None if it did not run.
         Where the job's own never ran, its rows a second."""
         outcome = self.trials.get(setting)
         if not isinstance(outcome, Measured):
             return None
-        own = self._own.get(outcome.rows)
+        own = self._own.get(self._rounds_of[setting])
         return (1.0 if own is None else own.seconds_per_row) / outcome.seconds_per_row
 
     def _first_that_runs(self, others: list[Setting], end: float) -> Measured | None:
@@ -142,9 +150,13 @@ class Search:
             limit = min(left, _SPARE_SECONDS + 2 * loading + _SLOWER * rows * fastest)
         self.started(setting, rows)
         outcome = self.measure(setting, rows, limit)
-        self.trials[setting] = outcome
+        if isinstance(outcome, Failed) and outcome.is_late:
+            if limit >= left:  # not slower than others, but the last one
+                return outcome
+            outcome = Failed(f"{outcome.reason}, more than {_SLOWER:g} times as long as the best")
+        self.trials[setting], self._rounds_of[setting] = outcome, self._round
         if setting == self.settings[0] and isinstance(outcome, Measured):
-            self._own[outcome.rows] = outcome
+            self._own[self._round] = outcome
         return outcome
 
     @staticmethod
