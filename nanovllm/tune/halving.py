@@ -17,6 +17,7 @@ from nanovllm.tune.settings import Setting
 LEAST_ROWS = 8  # of a trial: fewer say nothing
 _SLOWER = 3.0  # than the best so far, for each row: such a trial is cut off
 _SPARE_SECONDS = 20.0  # of a trial, for a start that takes longer than the first one
+_PLANNED = 0.8  # of the time that is left: some settings are slower than the job's own
 _LEAD = 1.03  # over the job's own setting: less may be chance
 
 
@@ -101,6 +102,8 @@ class Search:
                 self._try(setting, rows, end - self.clock())
             ranked = sorted(alive, key=self._rank)
             self._alive = others = ranked[: max(1, len(ranked) // 2)]
+            if len(alive) == 1 and rows == self.most_rows:
+                return
 
     @property
     def left_out(self) -> list[Setting]:
@@ -178,7 +181,7 @@ class Search:
         for _ in range(rounds):
             loading += here * first.loading
             here = 1 + max(1, (here - 1) // 2)
-        left = end - self.clock() - loading
+        left = _PLANNED * (end - self.clock()) - loading
         return left / (rounds * num_here * first.seconds_per_row)
 
     def _rank(self, setting: Setting) -> float:

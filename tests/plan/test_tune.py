@@ -61,7 +61,7 @@ def search_of(bench: Bench, minutes: float, tried: list[Setting] | None = None, 
     return Search(tried, bench.measure, bench.clock, 60 * minutes, rows)
 
 
-@pytest.mark.parametrize("minutes", [10, 60, 600])
+@pytest.mark.parametrize("minutes", [20, 60, 600])
 def test_the_best_of_a_grid_is_found_in_time(minutes: float) -> None:
     bench = Bench(cost)
     search = search_of(bench, minutes)
