@@ -117,6 +117,7 @@ QUANTIZATIONS = {
     "awq": "formats.int4.configs:from_awq",
     "gptq": "formats.int4.configs:from_gptq",
     "mxfp4": "formats.mxfp4.method:Mxfp4Config.of",
+    "modelopt": "formats.nvfp4.modelopt:ModelOptConfig.of",
     "gguf": "cpu.integers:StoredConfig.of",
 }
 # A `QuantConfig` by the option `quantization`, for checkpoints without quantization_config and GGUF files.

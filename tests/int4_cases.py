@@ -7,11 +7,14 @@ from tensors import F16, assert_near, randn
 
 from nanovllm.formats.int4.kernels.layout import (
     BLOCK,
+    FACTOR,
     MXFP4,
+    NVFP4,
     Int4Weight,
     dequantise_reference,
     pack_codes,
     pack_mxfp4,
+    pack_nvfp4,
     pack_scales,
     unpack_codes,
     unpack_scales,
@@ -19,6 +22,7 @@ from nanovllm.formats.int4.kernels.layout import (
 from nanovllm.formats.int4.kernels.matmul import Int4Tile, int4_linear_reference, int4_linear_triton
 from nanovllm.formats.int4.kernels.values import dequantise_triton
 from nanovllm.formats.mxfp4.kernels.values import dequantise_mxfp4
+from nanovllm.formats.nvfp4.kernels.values import dequantise_nvfp4
 
 
 def make_weight(
@@ -27,6 +31,8 @@ def make_weight(
     """A random weight, and its exact values [n, k] in float64."""
     if group == MXFP4:
         return make_mxfp4(n, k, device, seed)
+    if group == NVFP4:
+        return make_nvfp4(n, k, device, seed)
     generator = torch.Generator().manual_seed(n * k + group + seed)
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
     groups = -(-(k + -k % BLOCK) // group)
@@ -52,6 +58,21 @@ def make_mxfp4(n: int, k: int, device: str, seed: int) -> tuple[Int4Weight, torc
     words, octets = pack_mxfp4(blocks, scales)
     weight = Int4Weight(words.to(device), octets.to(device), k, MXFP4)
     return weight, dequantise_mxfp4(blocks, scales).double().to(device)
+
+
+def make_nvfp4(n: int, k: int, device: str, seed: int) -> tuple[Int4Weight, torch.Tensor]:
+    """All codes, scales of 0, of the least and of the largest value, and a factor for each row."""
+    generator = torch.Generator().manual_seed(n * k + seed)
+    octets = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
+    bits = torch.randint(48, 72, (n, k // NVFP4), dtype=torch.uint8, generator=generator)
+    bits[:4, 0] = torch.tensor([0, 1, 9, 126], dtype=torch.uint8)
+    scales = bits.view(torch.float8_e4m3fn).float()
+    factors = torch.rand(n, generator=generator) * 0.01 + 0.001
+    factors[3] /= 100  # of the largest scale
+    words, packed = pack_nvfp4(octets, scales)
+    made = [each.to(device) for each in (words, packed, factors * FACTOR)]
+    exact = dequantise_nvfp4(octets, scales).double() * factors.double()[:, None]
+    return Int4Weight(*made[:2], k, NVFP4, made[2]), exact.to(device)
 
 
 def check_dequantise(n: int, k: int, group: int, dtype: torch.dtype, device: str) -> None:

@@ -12,10 +12,14 @@ from typing import Any
 
 from nanovllm.formats.fp8.kernels.values import GROUP
 from nanovllm.formats.fp8.loading import Stored, rows_in_blocks
-from nanovllm.formats.fp8.method import Fp8Config, check_choices
+from nanovllm.formats.fp8.method import OTHER_CACHE, Fp8Config, check_choices, is_fp8_cache
 from nanovllm.formats.int4.configs import pack_quantized_config
+from nanovllm.formats.int8.method import int_quantized
+from nanovllm.formats.mxfp8.method import mxfp8_quantized
+from nanovllm.formats.nvfp4.configs import nvfp4_pack_quantized
 from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.config import QuantConfig
+from nanovllm.quantization.names import is_cache_scale
 from nanovllm.quantization.shards import WeightMethod
 
 _WHERE = "config.json: quantization_config"
@@ -42,6 +46,7 @@ class CompressedTensorsConfig(QuantConfig):
 
     groups: tuple[_Group, ...]
     ignored: tuple[str, ...] = ()  # names, or "re:" with a regular expression for their beginning
+    other_cache: bool = False  # the files hold scales of a KV cache that is not in FP8; they are not used
 
     @classmethod
     def of(cls, stated: Mapping[str, Any]) -> CompressedTensorsConfig:
@@ -56,7 +61,9 @@ class CompressedTensorsConfig(QuantConfig):
         if not isinstance(groups, dict) or not groups:
             raise ValueError(f"{_WHERE}: config_groups must be an object with groups, not {groups!r}")
         found = tuple(_group(each, groups[each], stated.get("format")) for each in groups)
-        return cls(found, _names("ignore", stated.get("ignore") or []), cache_scales=bool(cache))
+        in_fp8 = bool(cache) and is_fp8_cache(cache)
+        others = bool(cache) and not in_fp8
+        return cls(found, _names("ignore", stated.get("ignore") or []), others, cache_scales=in_fp8)
 
     def method(self, path: str, kind: Kind) -> LinearMethod:
         names = self.names.of(path)
@@ -82,6 +89,10 @@ class CompressedTensorsConfig(QuantConfig):
     def packed_rows(self, name: str, shape: Sequence[int], rows: Mapping[str, int]) -> Mapping[str, int]:
         return rows_in_blocks(name, shape, rows)
 
+    def leaves_out(self, name: str) -> bool:
+        others = self.other_cache and is_cache_scale(name)
+        return others or super().leaves_out(name) or any(g.quant.leaves_out(name) for g in self.groups)
+
     @property
     def itemsize(self) -> float | None:
         return self.groups[0].quant.itemsize
@@ -93,7 +104,7 @@ class CompressedTensorsConfig(QuantConfig):
     @property
     def note(self) -> str | None:
         notes = dict.fromkeys(group.quant.note for group in self.groups if group.quant.note)
-        return "; ".join(notes) or None
+        return "; ".join((*notes, *([OTHER_CACHE] if self.other_cache else []))) or None
 
 
 def _group(name: str, stated: Any, format_: Any) -> _Group:
@@ -167,9 +178,19 @@ def _fp8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Q
     return Fp8Config(strategies[weights["strategy"]], input_scales=is_static)
 
 
+def _naive(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> QuantConfig:
+    """Codes as they are, of the type that is stated."""
+    types = {"float": _fp8, "int": int_quantized}
+    check_choices(f"{where}: weights", weights, {"type": (*types,)})
+    return types[weights["type"]](where, weights, inputs)
+
+
 # By the name in the file: (where in config.json, weights, input_activations) -> how linear layers are stored.
 _FORMATS: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], QuantConfig]] = {
     "float-quantized": _fp8,
-    "naive-quantized": _fp8,
+    "int-quantized": int_quantized,
+    "naive-quantized": _naive,
     "pack-quantized": pack_quantized_config,
+    "mxfp8-quantized": mxfp8_quantized,
+    "nvfp4-pack-quantized": nvfp4_pack_quantized,
 }

@@ -18,7 +18,6 @@ import xxhash
 from nanovllm import doors
 from nanovllm.doors import Table
 from nanovllm.models.config import ModelConfig, ModelFamily
-from nanovllm.quantization.config import supported_quantizations
 from nanovllm.quantization.shards import WeightSource
 
 CONFIG_FILE = "config.json"
@@ -212,11 +211,14 @@ def load_model_config(
         )
     try:
         family = get_family(architectures[0], raw)
-        config = family.model_config(architectures[0], raw, generation, quantization, overrides)
-        stated = {**raw, **overrides}
+        stated, modelopt = {**raw, **overrides}, {}
         if not any("quantization_config" in each for each in (stated, stated.get("text_config") or {})):
-            has_cache = _only_cache(checkpoint.modelopt())
-            config = replace(config, quant=config.quant.in_files(cache_scales=has_cache))
+            modelopt = _modelopt(checkpoint)
+        only_cache = modelopt.get("quant_algo") is None
+        raw = raw if only_cache else {**raw, "quantization_config": {"quant_method": "modelopt", **modelopt}}
+        config = family.model_config(architectures[0], raw, generation, quantization, overrides)
+        if only_cache and modelopt.get("kv_cache_quant_algo"):
+            config = replace(config, quant=config.quant.in_files(cache_scales=True))
     except ValueError as error:
         changed = f" (with hf_overrides={overrides!r})" if overrides else ""
         raise ValueError(f"{folder}: {shortened(error)}{changed}") from None
@@ -224,18 +226,11 @@ def load_model_config(
     return replace(config, has_head=is_whole or config.tie_word_embeddings)
 
 
-def _only_cache(modelopt: Mapping[str, Any]) -> bool:
-    """Whether the KV cache is all that a file of ModelOpt quantises. ValueError if weights are quantised."""
-    stated = modelopt.get("quantization")
-    stated = stated if isinstance(stated, dict) else {}
-    if modelopt and (algorithm := stated.get("quant_algo", "unknown")) is not None:
-        raise ValueError(
-            f"{MODELOPT_FILE}: the weights are quantised by ModelOpt (quant_algo "
-            f"{shortened(repr(algorithm))}), which is not supported; supported: "
-            f"{supported_quantizations()} in config.json's "
-            "quantization_config. Use such a checkpoint, or the model's bfloat16 or float16 checkpoint"
-        )
-    return bool(stated.get("kv_cache_quant_algo"))
+def _modelopt(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What ModelOpt says in a file of its own that it has quantised; empty if there is none."""
+    content = checkpoint.modelopt()
+    stated = content.get("quantization")
+    return {"quant_algo": "unknown", **(stated if isinstance(stated, dict) else {})} if content else {}
 
 
 def shortened(message: object) -> str:

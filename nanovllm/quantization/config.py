@@ -72,7 +72,7 @@ class QuantConfig:
     def notes(self) -> list[str]:
         """`note`, and what files say that is not used."""
         unused = (
-            "the files' scales of a quantised KV cache are not used; kv_cache_dtype='fp8' computes its own"
+            "the files' scales of a quantised KV cache are for kv_cache_dtype='fp8', and not used without it"
         )
         return [*([self.note] if self.note else []), *([unused] if self.cache_scales else [])]
 

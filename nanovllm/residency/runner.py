@@ -62,6 +62,7 @@ class ResidentModelRunner(ModelRunner):
 
     asleep: frozenset[str] = frozenset()  # subset of TAGS
     profile: RankProfile | None = None  # the active one
+    has_new_weights = False  # those of an update, not of the files
     _freed: tuple[_FreedStorage, ...] = ()
     _num_blocks = 0  # of the freed KV cache
     _freed_bytes = 0  # of the freed KV cache and CUDA graphs
@@ -149,6 +150,7 @@ class ResidentModelRunner(ModelRunner):
             for parameter in self.model.parameters():
                 parameter.zero_()  # some have padding rows, which no checkpoint fills
             self.load_weights()
+            self.has_new_weights = False
             self.calibrate_kv_cache()
         for _, method in methods(self.model):
             method.pack()
@@ -164,6 +166,7 @@ class ResidentModelRunner(ModelRunner):
     def finish_update(self) -> None:
         """Prepare for the next step."""
         self.forget_recorded()
+        self.has_new_weights = True
         finish_loading(self.model)
         self.calibrate_kv_cache()
 

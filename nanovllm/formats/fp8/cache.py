@@ -1,7 +1,7 @@
 """The scales of an FP8 cache: K/V are divided by a scale, one for each layer and KV head.
 
-Computes them once at a start, and after an update of the weights. Attention backends multiply by a scale as
-they read.
+Takes those that the files hold, or computes them once at a start, and after an update of the weights.
+Attention backends multiply by a scale as they read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from nanovllm.batch import StepKind
+from nanovllm.formats.fp8.stated import stated_scales
 from nanovllm.kernels.paged import KVCache
 from nanovllm.models.decoder import Attention
 from nanovllm.runner.memory import CALIBRATION_TOKENS, CacheLayout, attach
@@ -22,11 +23,36 @@ from nanovllm.runner.model_runner import ModelRunner
 
 @torch.inference_mode()
 def calibrate(runner: ModelRunner) -> None:
-    """Set the scales of `runner`'s cache from the K/V of a fixed random prompt.
+    """Set the scales of `runner`'s cache: those of the files, if its weights are theirs; else from the K/V of
+    a fixed random prompt.
 
     The scales are the same for every start with one `max_model_len`, and number of ranks. The content of the
     KV cache is lost.
     """
+    layers, stated = runner.model.attention_layers, _stated(runner)
+    caching = [layer for layer in layers if layer.spec.kv_from is None]
+    if any(layer not in stated for layer in caching):
+        _calibrate(runner)
+    for layer, scales in stated.items():
+        _set(layer, *scales)
+    for layer in layers:
+        if stated and layer.spec.kv_from is not None:
+            k_scale, v_scale = layers[layer.spec.kv_from].cache[2:]
+            assert k_scale is not None and v_scale is not None, "an earlier layer has its scales"
+            _set(layer, k_scale, v_scale)
+
+
+def _stated(runner: ModelRunner) -> dict[Attention, tuple[torch.Tensor, torch.Tensor]]:
+    """The scales of attention layers that the files hold; none, if the weights are not those of the files."""
+    is_new = getattr(runner, "has_new_weights", False) or runner.config.load_format != "auto"
+    if is_new or not runner.model_config.quant.cache_scales:
+        return {}
+    layers = {path: layer for path, layer in runner.model.named_modules() if isinstance(layer, Attention)}
+    return {layers[path]: scales for path, scales in stated_scales(runner).items() if path in layers}
+
+
+def _calibrate(runner: ModelRunner) -> None:
+    """Set the scales from the K/V of a prompt."""
     num_tokens = min(CALIBRATION_TOKENS, runner.max_model_len)
     layers, kept = runner.model.attention_layers, runner.kv_cache
     layout, plain = runner.layout, CacheLayout.plain([layer.spec for layer in layers])
@@ -79,9 +105,14 @@ def _set_scales(
         else:
             largest = (each.float().abs().amax(dim=(0, 1, 3)) for each in cells)
             k_scale, v_scale = ((each / (torch.finfo(dtype).max / 4)).clamp(min=1e-6) for each in largest)
-        if layer.cache.k_scale is None or layer.cache.v_scale is None:
-            layer.cache = layer.cache._replace(k_scale=k_scale, v_scale=v_scale)
-        else:
-            assert k_scale is not None and v_scale is not None, "an earlier layer has its scales"
-            layer.cache.k_scale.copy_(k_scale)
-            layer.cache.v_scale.copy_(v_scale)
+        assert k_scale is not None and v_scale is not None, "an earlier layer has its scales"
+        _set(layer, k_scale, v_scale)
+
+
+def _set(layer: Attention, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
+    """Set a layer's scales, in place if it has some: graphs hold their addresses."""
+    if layer.cache.k_scale is None or layer.cache.v_scale is None:
+        layer.cache = layer.cache._replace(k_scale=k_scale, v_scale=v_scale)
+    else:
+        layer.cache.k_scale.copy_(k_scale)
+        layer.cache.v_scale.copy_(v_scale)

@@ -39,6 +39,7 @@ from nanovllm.quantization.shards import WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import dense_method
 
 _LEAST_CAPABILITY = (8, 9)  # of GPUs that multiply FP8 values
+OTHER_CACHE = "the files' scales of a KV cache that is not in FP8 are not used"  # a note
 _MULTIPLE = 16  # of the inputs of a product in FP8
 
 
@@ -208,7 +209,9 @@ class Fp8Config(QuantConfig):
                 ) from None
         stored = Stored.TENSOR if stated.get("weight_block_size") is None else Stored.BLOCKS
         static = stated.get("activation_scheme") == "static"
-        return cls(stored, tuple(names), static, cache_scales=bool(stated.get("kv_cache_scheme")))
+        cache = stated.get("kv_cache_scheme")
+        in_fp8 = bool(cache) and is_fp8_cache(cache)
+        return cls(stored, tuple(names), static, cache_scales=in_fp8)
 
     def method(self, path: str, kind: Kind) -> LinearMethod:
         if kind != "linear" or self._ignores(self.names.of(path)):
@@ -266,6 +269,13 @@ def check_choices(where: str, stated: Mapping[str, Any], supported: Mapping[str,
         if stated.get(key) not in values:
             names = ", ".join(repr(value) for value in values if value is not None)
             raise ValueError(f"{where}: {key} {stated.get(key)!r} is not supported; supported: {names}")
+
+
+def is_fp8_cache(scheme: Any) -> bool:
+    """Whether a kv_cache_scheme is that of a cache in FP8, whose scales multiply what is stored."""
+    if not isinstance(scheme, Mapping):
+        return str(scheme).upper() == "FP8"
+    return (scheme.get("num_bits", 8), scheme.get("type", "float")) == (8, "float")
 
 
 ON_THE_FLY = Fp8Config(ignored=("gate", "shared_expert_gate", "in_proj_a", "in_proj_b"))  # but routers, gates

@@ -39,8 +39,9 @@ class PackedExpertsMethod(ExpertsMethod):
     ) -> Int4Experts:
         """Parameters of one of the two weights, all zero."""
         made = Int4Experts.empty(*weights.shape, group, options.device, options.dtype)
-        register(layer, f"{name}_words", made.words)
-        register(layer, f"{name}_scales", made.scales)
+        for part in ("words", "scales", "factors"):
+            if (data := getattr(made, part)) is not None:
+                register(layer, f"{name}_{part}", data)
         return made
 
     def part(self, shard: WeightShard) -> Int4Weight:
@@ -58,7 +59,8 @@ class PackedExpertsMethod(ExpertsMethod):
             return experts_reference(rows, gate_up, down, routing.chosen(), mlp)
         if not self.deterministic and use_expert_gemv(rows) and mlp.is_plain:
             return int4_expert_gemv(rows, gate_up, down, routing.chosen())
-        choice = choose_int4_experts(routing.num_pairs, len(self.down), rows.device)
+        keeps = self.deterministic and gate_up.factors is not None
+        choice = choose_int4_experts(routing.num_pairs, len(self.down), rows.device, keeps)
         return experts_triton(rows, gate_up, down, routing.tiles(choice.rows), choice, mlp)
 
 

@@ -23,60 +23,33 @@ from nanovllm.quantization.shards import WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import dense_method
 
 
-class Int4LinearMethod(Int4Method, LinearMethod):
-    """x @ weight^T of a weight that `format` reads: by `int4_linear`, or for many rows dequantised
-    and multiplied. If its inputs are sorted, x is sorted with them.
+class FourBitLinear(LinearMethod):
+    """x @ weight^T of a weight in 4 bits: by `int4_linear`, or for many rows dequantised and multiplied. If
+    its inputs are sorted, x is sorted with them.
     """
 
     weight: Int4Weight
     order: torch.Tensor | None = None  # [K]: the input of each column
+    dtype: torch.dtype
+    deterministic: bool
+    fuse: bool
+    _dense: LinearMethod | None = (
+        None  # the dequantised weight, if the device or dtype has no product for 4 bits
+    )
 
-    def __init__(self, format: Int4Format, packs: bool = True) -> None:
-        """packs: keep 4 bits, where a kernel can read them; else dequantise."""
-        self.format = format
-        self.packs = packs
+    def make(self, layer: nn.Module, shape: tuple[int, ...], group: int, options: WeightOptions) -> None:
+        """Parameters `words` and `scales`, and those that a group has besides, all zero."""
+        n, k = shape
+        self.dtype, self.deterministic, self.fuse = options.dtype, options.deterministic, options.fuse
+        self.weight = Int4Weight.empty(n, k, group, options.device)
+        for name in ("words", "scales", "factors"):
+            if (data := getattr(self.weight, name)) is not None:
+                register(layer, name, data)
 
-    def create(
-        self, layer: nn.Module, shape: tuple[int, ...], shards: list[WeightShard], options: WeightOptions
-    ) -> list[WeightShard]:
-        """`words`, `scales` and perhaps `order`; dequantised `weight`, and perhaps `order`."""
-        created = self.prepare(shards, options)
-        self.deterministic, self.fuse = options.deterministic, options.fuse
-        self._dense: LinearMethod | None = None
-        if not self.keeps_bits(options):
-            self._dense = dense_method(shape, options)
-            self._dense.create(layer, shape, shards, options)
-            self.deterministic_needs_alignment = self._dense.deterministic_needs_alignment
-        else:
-            n, k = shape
-            self.weight = Int4Weight.empty(n, k, self.group_of(shards[0]), options.device)
-            register(layer, "words", self.weight.words)
-            register(layer, "scales", self.weight.scales)
-        if self.format.sorts and self._dense is None:
-            self.order = torch.arange(shape[1], dtype=torch.int32, device=options.device)
-            register(layer, "order", self.order)
-        return created
-
-    def target(self, part: WeightShard) -> Int4Weight | Store:
-        if (dense := self._dense) is not None:
-            first = part.offset if part.dim == 0 else 0
-            return lambda rows: dense.load(WeightShard.rows(rows.shape, first), rows)
-        return self.weight.rows(
-            slice(part.offset, part.offset + part.length) if part.dim == 0 else slice(None)
-        )
-
-    def finish_loading(self) -> None:
-        super().finish_loading()
-        if self._dense is not None:
-            self._dense.finish_loading()
-        if self.order is not None and self.orders:
-            first, *others = self.orders.values()
-            if any(not torch.equal(first, other) for other in others):
-                names = ", ".join(name_of(part, str(self.format.order)) for part in self.orders)
-                raise ValueError(f"{names} differ, but these weights are one product")
-            self.order.copy_(first)
-
-    # -- products --------------------------------------------------------------------------------------------
+    def part(self, shard: WeightShard) -> Int4Weight:
+        """The rows that a module's part of the weight fills."""
+        end = shard.offset + shard.length
+        return self.weight.rows(slice(shard.offset, end) if shard.dim == 0 else slice(None))
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._dense is not None:
@@ -125,3 +98,46 @@ class Int4LinearMethod(Int4Method, LinearMethod):
         else:
             out = F.linear(x, dense, bias)
         return Activation.SILU.and_mul(out) if silu else out
+
+
+class Int4LinearMethod(Int4Method, FourBitLinear):
+    """A weight that `format` reads, in 4 bits or dequantised."""
+
+    def __init__(self, format: Int4Format, packs: bool = True) -> None:
+        """packs: keep 4 bits, where a kernel can read them; else dequantise."""
+        self.format = format
+        self.packs = packs
+
+    def create(
+        self, layer: nn.Module, shape: tuple[int, ...], shards: list[WeightShard], options: WeightOptions
+    ) -> list[WeightShard]:
+        """`words`, `scales` and perhaps `order`; dequantised `weight`, and perhaps `order`."""
+        created = self.prepare(shards, options)
+        self._dense = None
+        if not self.keeps_bits(options):
+            self._dense = dense_method(shape, options)
+            self._dense.create(layer, shape, shards, options)
+            self.deterministic_needs_alignment = self._dense.deterministic_needs_alignment
+        else:
+            self.make(layer, shape, self.group_of(shards[0]), options)
+        if self.format.sorts and self._dense is None:
+            self.order = torch.arange(shape[1], dtype=torch.int32, device=options.device)
+            register(layer, "order", self.order)
+        return created
+
+    def target(self, part: WeightShard) -> Int4Weight | Store:
+        if (dense := self._dense) is not None:
+            first = part.offset if part.dim == 0 else 0
+            return lambda rows: dense.load(WeightShard.rows(rows.shape, first), rows)
+        return self.part(part)
+
+    def finish_loading(self) -> None:
+        super().finish_loading()
+        if self._dense is not None:
+            self._dense.finish_loading()
+        if self.order is not None and self.orders:
+            first, *others = self.orders.values()
+            if any(not torch.equal(first, other) for other in others):
+                names = ", ".join(name_of(part, str(self.format.order)) for part in self.orders)
+                raise ValueError(f"{names} differ, but these weights are one product")
+            self.order.copy_(first)

@@ -93,6 +93,7 @@ def _experts_kernel(
     weight: tl.tensor,
     bias_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
     out_ptr: tl.tensor,
     order_ptr: tl.tensor,
     experts_ptr: tl.tensor,
@@ -123,13 +124,15 @@ def _experts_kernel(
     descriptor of the experts' [N, K], or [2N, K] if GATED, one after the other. bias_ptr: None, or biases
     [BIASES] of each expert, or [2 * BIASES] if GATED. KIND: of the activation. GROUP: None, or that of
     weights of 4 bits, for which the product is computed transposed; `weight` then describes their words.
+    factors_ptr: None, or those of NVFP4, [N] or [2N] of each expert.
     """
     await_inputs(USE_PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     column_tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     height_of_weight: tl.constexpr = 2 * N if GATED else N
     blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    groups: tl.constexpr = (blocks * BLOCK_K + GROUP - 1) // GROUP if GROUP else blocks
+    step: tl.constexpr = BLOCK_K // 2 if GROUP == 16 else (GROUP if GROUP else BLOCK_K)  # NVFP4: two words
+    groups: tl.constexpr = (blocks * BLOCK_K + step - 1) // step
     pair_tiles = most_tiles if INTERPRETED else tl.load(count_ptr)
     total_tiles = pair_tiles * column_tiles
     for tile in tl.range(tl.program_id(0), total_tiles, tl.num_programs(0)):
@@ -181,6 +184,11 @@ def _experts_kernel(
                 total = dot(rows, weight.load([first, k]).T, total)
                 if GATED:
                     up = dot(rows, weight.load([first + N, k]).T, up)
+        if factors_ptr is not None:
+            factors = factors_ptr + expert.to(tl.int64) * height_of_weight + column + tl.arange(0, COLUMNS)
+            total *= tl.load(factors, mask=inside, other=0.0)[:, None]
+            if GATED:
+                up *= tl.load(factors + N, mask=inside, other=0.0)[:, None]
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + tl.load(experts_ptr + pair_tile) * (BIASES * (2 if GATED else 1))
             bias_ptrs += column + tl.arange(0, COLUMNS)
@@ -293,6 +301,7 @@ def grouped_triton(
         _weight_descriptor(weight, tile),
         bias,
         None if packed is None else packed.scales,
+        None if packed is None else packed.factors,
         out,
         *tiles[1:6],
         pairs,

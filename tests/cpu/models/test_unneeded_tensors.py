@@ -104,7 +104,8 @@ def test_scales_of_a_quantised_cache(tmp_path: Path, kind: str, names: tuple[str
     edit_quantization(folder, kv_cache_scheme=CACHE)
     check_same(folder, usual)
     assert any(
-        "scales of a quantised KV cache are not used" in x for x in load_model_config(folder).quant.notes
+        "scales of a quantised KV cache are for kv_cache_dtype='fp8'" in x
+        for x in load_model_config(folder).quant.notes
     )
 
 
@@ -112,7 +113,7 @@ def test_a_word_about_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture
     folder = write_fp8(write_tiny_model(tmp_path / "plain", **SIZES), tmp_path / "fp8", "channel")
     edit_quantization(folder, kv_cache_scheme=CACHE)
     open_model(Config(str(folder), device="cpu", skip_tokenizer_init=True))
-    assert "kv_cache_dtype='fp8' computes its own" in caplog.text
+    assert "are for kv_cache_dtype='fp8', and not used without it" in caplog.text
 
 
 def rotation(*locations: str) -> dict[str, Any]:
@@ -139,10 +140,10 @@ def test_rotations(tmp_path: Path) -> None:
 def test_the_file_of_modelopt_alone(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     path = folder / "hf_quant_config.json"
-    stated = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    stated = {"quant_algo": "NVFP4_AWQ", "kv_cache_quant_algo": "FP8", "group_size": 16}
     path.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": stated}))
-    for asked in (None, "fp8"):
-        with pytest.raises(ValueError, match=r"hf_quant_config\.json: .* by ModelOpt \(quant_algo 'NVFP4'\)"):
+    for asked, message in ((None, "ModelOpt: quant_algo 'NVFP4_AWQ' is not supp"), ("fp8", "contradicts")):
+        with pytest.raises(ValueError, match=message):
             load_model_config(folder, quantization=asked)
     edit_json(path, quantization=stated | {"quant_algo": None})  # only the cache
     scales = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(0.5)}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.formats.int4.kernels.layout import BLOCK, SUB, Int4Experts
-from nanovllm.formats.int4.kernels.values import code_values, first_scale
+from nanovllm.formats.int4.kernels.values import code_values, first_scale, of_halves
 from nanovllm.kernels.activation import gated
 from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, shared_memory, tl
 from nanovllm.moe.kernels.grouped_matmul import ExpertChoice, ExpertTile, choose_experts
@@ -27,10 +27,13 @@ _INT4_CHOICES: tuple[tuple[float, ExpertChoice], ...] = (
 
 
 @lru_cache(maxsize=4096)
-def choose_int4_experts(num_pairs: int, num_experts: int, device: torch.device) -> ExpertChoice:
-    """As `choose_experts`, for weights of 4 bits."""
+def choose_int4_experts(
+    num_pairs: int, num_experts: int, device: torch.device, keeps: bool = False
+) -> ExpertChoice:
+    """As `choose_experts`, for weights of 4 bits. keeps: never dequantise them first; with NVFP4 that gives
+    other bits."""
     for most, (rows, gate_up, down) in _INT4_CHOICES:
-        if num_pairs <= most * num_experts:
+        if num_pairs <= most * num_experts or (keeps and most == _INT4_CHOICES[-1][0]):
             return ExpertChoice(
                 rows, fitted_int4(gate_up, rows, True, device), fitted_int4(down, rows, False, device)
             )
@@ -76,7 +79,7 @@ def _add_product(
     """total [n, BLOCKS, SUB], of places in a block, + products of BLOCKS blocks from `start` on with x.
 
     words and scales: pointers [n, 1, 1] and [n, 1] to the first ones of rows of a weight [HEIGHT, K].
-    x: a pointer to a row. exists: [n]. share: a factor of x, or None.
+    x: a pointer to a row. exists: [n]. share: a factor, or [n, 1, 1], or None.
     """
     blocks = start + tl.arange(0, BLOCKS)
     columns = tl.arange(0, SUB)
@@ -85,10 +88,12 @@ def _add_product(
     word = tl.load(word_ptrs, mask=inside[:, :, None], other=0)
     pairs = scales + (first_scale(blocks, GROUP, BLOCK) * HEIGHT)[None, :]
     pair = tl.load(pairs, mask=inside, other=0)
+    if GROUP == 16:  # NVFP4
+        pair = of_halves(pair, tl.load(pairs + HEIGHT, mask=inside, other=0), word)
     # Each thread loads the part of x that its words need, in their layout: no exchange between threads.
     places_of_words = (blocks * BLOCK)[None, :, None] + columns[None, None, :] + exists[:, None, None] * 0
     for j in tl.static_range(4):
-        if GROUP > 0 and j > 0 and j * SUB % GROUP == 0:
+        if GROUP >= SUB and j > 0 and j * SUB % GROUP == 0:
             pair = tl.load(pairs + j * SUB // GROUP * HEIGHT, mask=inside, other=0)
         places = places_of_words + j * SUB
         part = tl.load(x + places, mask=(places < K) & exists[:, None, None], other=0.0).to(tl.float32)
@@ -104,6 +109,7 @@ def _gate_up_kernel(
     ids_ptr: tl.tensor,
     words_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
     out_ptr: tl.tensor,
     x_stride: int,
     N: tl.constexpr,
@@ -136,8 +142,14 @@ def _gate_up_kernel(
         up = _add_product(
             up, words + N * SUB, scales + N, x, start, exists, None, K, 2 * N, GROUP, dtype, BLOCKS
         )
-    gate = tl.sum(tl.sum(gate, axis=2), axis=1).to(dtype).to(tl.float32)
-    up = tl.sum(tl.sum(up, axis=2), axis=1).to(dtype).to(tl.float32)
+    gate = tl.sum(tl.sum(gate, axis=2), axis=1)
+    up = tl.sum(tl.sum(up, axis=2), axis=1)
+    if factors_ptr is not None:
+        factors = factors_ptr + expert * 2 * N + outputs
+        gate *= tl.load(factors, mask=exists, other=0.0)
+        up *= tl.load(factors + N, mask=exists, other=0.0)
+    gate = gate.to(dtype).to(tl.float32)
+    up = up.to(dtype).to(tl.float32)
     tl.store(out_ptr + pair * N + outputs, gated(gate, up, dtype), mask=outputs < N)
 
 
@@ -148,6 +160,7 @@ def _down_kernel(
     weights_ptr: tl.tensor,
     words_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
     out_ptr: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -176,6 +189,9 @@ def _down_kernel(
         words = words_ptr + (expert * (most * N) + outputs)[:, None, None] * SUB
         scales = scales_ptr + (expert * (GROUPS * N) + outputs)[:, None]
         x = x_ptr + pair * K
+        if factors_ptr is not None:
+            factors = tl.load(factors_ptr + expert * N + outputs, mask=exists, other=0.0)
+            share *= factors[:, None, None]
         for start in range(0, most, BLOCKS):
             total = _add_product(total, words, scales, x, start, exists, share, K, N, GROUP, dtype, BLOCKS)
     out = tl.sum(tl.sum(total, axis=2), axis=1)
@@ -201,6 +217,7 @@ def int4_expert_gemv_triton(
         chosen.ids,
         gate_up.words,
         gate_up.scales,
+        gate_up.factors,
         inner,
         x.stride(0),
         N=width,
@@ -219,6 +236,7 @@ def int4_expert_gemv_triton(
         chosen.weights,
         down.words,
         down.scales,
+        down.factors,
         out,
         N=hidden,
         K=width,

@@ -12,13 +12,17 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.formats.mxfp4.kernels.values import BYTES, SCALE_BIAS, VALUES
+from nanovllm.formats.nvfp4.kernels.values import GROUP, codes_of
 from nanovllm.kernels.kinds import Kinds, unknown
 
 SUB = 32  # columns of the weight in a tile that one code of each word gives
 BLOCK = 4 * SUB  # columns of the weight in a block of words
 MXFP4 = 0  # in place of the columns of a group
+NVFP4 = GROUP  # no integers have such groups
 SIGN_BITS, SIZE_BITS = (15, 12, 13, 14), (6, 3, 0, 9)  # of MXFP4: few instructions make bfloat16 of them
 OCTET_BIAS = 253  # 127, and the 126 by which the exponent of a code's bits in bfloat16 is too small
+SCALE_START = 20  # the exponent of 2 ** 0 in a byte of NVFP4's scales, which has 5 bits of it, and 3 of 1.f
+FACTOR = 2**9  # by which values of NVFP4 in kernels are too small
 MAX_MXFP4_SCALE = 128  # a scale's byte in a file; larger ones have no bfloat16 with that bias
 # A float to whose last bits a code is added.
 _BASE = Kinds("dtype of 4 bits", {torch.bfloat16: 128, torch.float16: 1024})
@@ -31,12 +35,17 @@ class Int4Weight(NamedTuple):
     With the group MXFP4, codes are values of E2M1, whose bits a word holds at `SIGN_BITS` and `SIZE_BITS`.
     A scale is a word of four bytes, the lowest first, of the 32 columns that one code of each word gives: a
     byte b means 2 ** (b - OCTET_BIAS), and 0 means 0.
+
+    With the group NVFP4 words are the same. A block has two words of scales, of the first and of the second
+    NVFP4 columns that each code gives: a byte b means (1 + b % 8 / 8) * 2 ** (b // 8 - SCALE_START). Kernels
+    make values that are FACTOR times too small of them, and `factors` multiply their sums.
     """
 
     words: torch.Tensor  # [ceil(k / BLOCK), n, SUB] int16
     scales: torch.Tensor  # [groups, n] int32: scale in the lower half, -(base + zero point) in the upper
     k: int
-    group: int  # columns that share a scale: 32, 64 or a multiple of BLOCK; or MXFP4
+    group: int  # columns that share a scale: 32, 64 or a multiple of BLOCK; or MXFP4, or NVFP4
+    factors: torch.Tensor | None = None  # [n] float32, of NVFP4
 
     @property
     def n(self) -> int:
@@ -49,7 +58,8 @@ class Int4Weight(NamedTuple):
 
     def rows(self, rows: slice) -> Int4Weight:
         """Some rows of it, in the same memory."""
-        return self._replace(words=self.words[:, rows], scales=self.scales[:, rows])
+        factors = None if self.factors is None else self.factors[rows]
+        return self._replace(words=self.words[:, rows], scales=self.scales[:, rows], factors=factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,7 @@ class Int4Experts:
     k: int
     group: int
     dtype: torch.dtype = torch.bfloat16  # of the scales
+    factors: torch.Tensor | None = None  # [E, n]
 
     @classmethod
     def empty(
@@ -73,13 +84,15 @@ class Int4Experts:
         dtype: torch.dtype = torch.bfloat16,
     ) -> Int4Experts:
         """Zeros."""
-        if group not in (MXFP4, SUB, 2 * SUB) and (group <= 0 or group % BLOCK):
+        if group not in (MXFP4, NVFP4, SUB, 2 * SUB) and (group <= 0 or group % BLOCK):
             raise ValueError(f"groups of 4 bits have 32, 64 or a multiple of {BLOCK} columns, not {group}")
         blocks = -(-k // BLOCK)
-        groups = blocks if group == MXFP4 else -(-blocks * BLOCK // group)
+        of_bytes = {MXFP4: blocks, NVFP4: 2 * blocks}
+        groups = of_bytes[group] if group in of_bytes else -(-blocks * BLOCK // group)
         words = torch.zeros(experts, blocks, n, SUB, dtype=torch.int16, device=device)
         scales = torch.zeros(experts, groups, n, dtype=torch.int32, device=device)
-        return cls(words, scales, k, group, dtype)
+        factors = torch.zeros(experts, n, device=device) if group == NVFP4 else None
+        return cls(words, scales, k, group, dtype, factors)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -90,7 +103,8 @@ class Int4Experts:
 
     def expert(self, index: int) -> Int4Weight:
         """The weight of one expert, in the same memory."""
-        return Int4Weight(self.words[index], self.scales[index], self.k, self.group)
+        factors = None if self.factors is None else self.factors[index]
+        return Int4Weight(self.words[index], self.scales[index], self.k, self.group, factors)
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """[n, k]"""
@@ -127,9 +141,11 @@ def unpack_scales(pairs: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor
 
 def dequantise_reference(words: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     """(code - zero point) * scale of `weight`, whose words are `words`: [n, k], rounded to `dtype`, which is
-    that of the scales. Of MXFP4 value * scale."""
+    that of the scales. Of MXFP4 value * scale, of NVFP4 that and the factor."""
     if weight.group == MXFP4:
         return _dequantise_mxfp4(words, weight, dtype)
+    if weight.group == NVFP4:
+        return _dequantise_nvfp4(words, weight, dtype)
     if weight.group <= 0:
         raise unknown("group of 4 bits", weight.group)
     scales, zeros = (each.repeat_interleave(weight.group, 0) for each in unpack_scales(weight.scales, dtype))
@@ -153,23 +169,53 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
     For scales that `check_mxfp4_scales` passes.
     """
     n, groups = scales.shape
-    missing = -groups % (BLOCK // SUB)
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(n, groups * 2 * BYTES)
-    parts = torch.nn.functional.pad(codes, (0, missing * SUB)).view(n, -1, BLOCK // SUB, SUB).int().unbind(2)
+    octets = torch.where(scales == 0, 0, scales + (OCTET_BIAS - SCALE_BIAS))
+    octets = torch.nn.functional.pad(octets, (0, -groups % (BLOCK // SUB)))
+    return _pack_e2m1(codes), octets.contiguous().view(torch.int32).T.contiguous()
+
+
+def _pack_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """codes [n, k] uint8 -> words [ceil(k / BLOCK), n, SUB] int16 with bits at SIGN_BITS and SIZE_BITS."""
+    n, k = codes.shape
+    parts = torch.nn.functional.pad(codes, (0, -k % BLOCK)).view(n, -1, BLOCK // SUB, SUB).int().unbind(2)
     words = torch.zeros_like(parts[0])
     for code, sign, size in zip(parts, SIGN_BITS, SIZE_BITS, strict=True):
         words |= (code >> 3) << sign | (code & 7) << size
-    words = words.to(torch.int16).transpose(0, 1).contiguous()
-    octets = torch.where(scales == 0, 0, scales + (OCTET_BIAS - SCALE_BIAS))
-    return words, torch.nn.functional.pad(octets, (0, missing)).contiguous().view(torch.int32).T.contiguous()
+    return words.to(torch.int16).transpose(0, 1).contiguous()
+
+
+def pack_nvfp4(octets: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """octets [n, k / 2] uint8, as in files, and scales [n, k / 16] float32, values of E4M3 from 0 on -> words
+    and scales of Int4Weight. Values of a group whose scale is 0 become 0."""
+    n, groups = scales.shape
+    codes = torch.where((scales == 0).repeat_interleave(NVFP4, 1), 0, codes_of(octets))
+    fraction, exponent = torch.frexp(scales)  # from 0.5 to 1
+    made = (exponent - 1 + SCALE_START) * 8 + (fraction * 16 - 8).int()
+    made = torch.nn.functional.pad(torch.where(scales == 0, 0, made), (0, -groups % (BLOCK // NVFP4)))
+    made = made.to(torch.uint8).view(n, -1, BLOCK // SUB, 2).transpose(2, 3)  # [n, blocks, halves, codes]
+    return _pack_e2m1(codes), made.contiguous().view(torch.int32).view(n, -1).T.contiguous()
 
 
 def _dequantise_mxfp4(words: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
-    table = torch.tensor(VALUES, device=words.device)
+    octets = weight.scales.contiguous().unsqueeze(-1).view(torch.uint8).transpose(0, 1).flatten(1).float()
+    scales = torch.where(octets == 0, 0.0, torch.exp2(octets - OCTET_BIAS))
+    values = _e2m1_values(words, weight.k)
+    return (values * scales.repeat_interleave(SUB, 1)[:, : weight.k]).to(dtype)
+
+
+def _dequantise_nvfp4(words: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
+    assert weight.factors is not None
+    octets = weight.scales.T.contiguous().unsqueeze(-1).view(torch.uint8)  # [n, 2 * blocks, 4]
+    octets = octets.view(weight.n, -1, 2, BLOCK // SUB).transpose(2, 3).flatten(1).int()
+    scales = (1 + (octets & 7) / 8) * torch.exp2((octets >> 3).float() - SCALE_START)
+    values = _e2m1_values(words, weight.k) * scales.repeat_interleave(NVFP4, 1)[:, : weight.k]
+    return (values * (weight.factors / FACTOR)[:, None]).to(dtype)
+
+
+def _e2m1_values(words: torch.Tensor, k: int) -> torch.Tensor:
+    """The inverse of `_pack_e2m1`: values [n, k] float32."""
     wide = words.transpose(0, 1).int()  # [n, blocks, SUB]
     bits = zip(SIGN_BITS, SIZE_BITS, strict=True)
     codes = torch.stack([(wide >> sign & 1) << 3 | wide >> size & 7 for sign, size in bits], dim=2)
-    octets = weight.scales.contiguous().unsqueeze(-1).view(torch.uint8).transpose(0, 1).flatten(1).float()
-    scales = torch.where(octets == 0, 0.0, torch.exp2(octets - OCTET_BIAS))
-    values = table[codes.flatten(1)[:, : weight.k]]
-    return (values * scales.repeat_interleave(SUB, 1)[:, : weight.k]).to(dtype)
+    return torch.tensor(VALUES, device=words.device)[codes.flatten(1)[:, :k]]

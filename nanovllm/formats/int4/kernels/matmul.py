@@ -49,6 +49,7 @@ def _int4_kernel(
     more_x: tl.tensor,
     words: tl.tensor,
     scales_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -68,7 +69,8 @@ def _int4_kernel(
     """One program per tile and part of K; tiles of the same columns are neighbours. With several parts, `out`
     is [parts, num_rows, N] in float32.
 
-    x and more_x are descriptors of the same rows, with blocks of ROWS and of MORE rows.
+    x and more_x are descriptors of the same rows, with blocks of ROWS and of MORE rows. factors_ptr: None, or
+    those of NVFP4.
     """
     await_inputs(USE_PDL)
     row_tiles = tl.cdiv(num_rows, ROWS + MORE)
@@ -96,6 +98,11 @@ def _int4_kernel(
         total = waited(dot(values, x_tile, total))
         if MORE:
             more_total = waited(dot(values, more_x_tile, more_total))
+    if factors_ptr is not None:
+        factors = tl.load(factors_ptr + columns, mask=columns < N, other=0.0)[:, None]
+        total *= factors
+        if MORE:
+            more_total *= factors
     out_ptr += tl.program_id(1).to(tl.int64) * num_rows * N
     store_tile(total.T, bias_ptr, residual_ptr, out_ptr, row, first_row, num_rows, column, N)
     if MORE:
@@ -170,6 +177,7 @@ def int4_linear_triton(
         descriptor(x, [tile.more, BLOCK]) if tile.more else None,
         descriptor(words, [tile.columns, SUB]) if tile.tma else words,
         weight.scales,
+        weight.factors,
         bias if last else None,
         residual if last else None,
         product,
@@ -240,7 +248,8 @@ def int4_linear(
 
     x: [T, K] of the dtype of the weight's scales, float16 or bfloat16. bias: [N]. residual: [T, N]
     contiguous; the result overwrites it. tile: by default that of `choose_int4_tile`. With a tile that does
-    not split the sum, a row's bits are those of `linear` with the dequantised weight, in any batch.
+    not split the sum, a row's bits are those of `linear` with the dequantised weight, in any batch; with
+    NVFP4 the same for all such tiles.
     """
     if x.is_cuda or INTERPRET:
         return int4_linear_triton(x, weight, bias, residual, silu=silu, tile=tile)
@@ -276,10 +285,11 @@ def choose_int4_tile(
     rows: int, weight: Int4Weight, processors: int, deterministic: bool = False
 ) -> Int4Tile | None:
     """The fastest tile for x [rows, K] and a weight; None: dequantise it, then multiply. `deterministic`:
-    only tiles with the bits of `linear`, which share no sum."""
+    only tiles with the bits of `linear`, which share no sum; with NVFP4, whose dequantised weight gives other
+    bits, always a tile."""
     for most, tile, programs, parts in _TILES:
         if rows <= most:
             tiles = -(-rows // tile.height) * -(-weight.n // tile.columns)
             split = min(programs * processors // tiles, len(weight.words) // _LEAST_BLOCKS, parts)
             return tile if deterministic else tile._replace(split=max(1, split))
-    return None
+    return _LARGEST if deterministic and weight.factors is not None else None

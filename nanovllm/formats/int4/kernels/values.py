@@ -71,6 +71,31 @@ def _asm_mxfp4(place: int) -> Any:
 _MXFP4_0, _MXFP4_1, _MXFP4_2, _MXFP4_3 = (_asm_mxfp4(place) for place in range(4))
 
 
+def _asm_nvfp4(place: int, kind: str) -> Any:
+    """Two values of NVFP4. The bits of a code ($1) become a float as in `_asm_mxfp4`; byte `place` of the
+    words of scales ($2, $3: the same) becomes the last five bits of the exponent and the first three of the
+    fraction of the factor."""
+    first, bits, half, base = {"bf16": (6, 0x01C0, 4, 0x7000), "f16": (9, 0x0E00, 1, 0)}[kind]
+    sign, size = 15 - SIGN_BITS[place], first - SIZE_BITS[place]  # how far bits move to the left
+    code = f"shl.b32 code, $1, {size};" if size >= 0 else f"shr.b32 code, $1, {-size};"
+    code += f"shl.b32 sign, $1, {sign}; and.b32 sign, sign, 0x80008000;"
+    code += f"lop3.b32 code, code, {bits | bits << 16:#x}, sign, 0xEA;"
+    product = {"bf16": "fma.rn.bf16x2 $0, code, scale, zero;", "f16": "mul.rn.f16x2 $0, code, scale;"}[kind]
+    return _text(f"""{{
+        .reg .b32 code, sign, scale, zero;
+        {code}
+        prmt.b32 scale, $2, 0, {place << 12 | place << 4 | 0x404:#x};
+        shr.b32 scale, scale, {half};
+        or.b32 scale, scale, {base | base << 16:#x};
+        mov.b32 zero, 0x80008000;
+        {product}
+    }}""")
+
+
+_NVFP4_BF16_0, _NVFP4_BF16_1, _NVFP4_BF16_2, _NVFP4_BF16_3 = (_asm_nvfp4(j, "bf16") for j in range(4))
+_NVFP4_F16_0, _NVFP4_F16_1, _NVFP4_F16_2, _NVFP4_F16_3 = (_asm_nvfp4(j, "f16") for j in range(4))
+
+
 @jit()
 def _values(words: tl.tensor, zero: tl.tensor, J: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
     """Codes J of int16 `words` [..., SUB] minus zero points, exactly. zero [...]: -(base + zero point)."""
@@ -110,32 +135,77 @@ def _mxfp4_values(words: tl.tensor, octets: tl.tensor, J: tl.constexpr) -> tl.te
     tl.static_assert(J >= 0 and J < 4, "a word has codes 0 to 3")
     octets = tl.broadcast_to(tl.expand_dims(octets, -1), words.shape)
     if INTERPRETED:
-        bits = words.to(tl.int32)
-        sign: tl.constexpr = 12 if J == 1 else (15 if J == 0 else 11 + J)  # as SIGN_BITS and SIZE_BITS
-        start: tl.constexpr = 9 if J == 3 else 6 - 3 * J
-        fraction = ((bits >> start) & 1).to(tl.float32) * 0.5
-        exponent = (bits >> (start + 1)) & 3
-        size = tl.where(exponent == 0, fraction, (1.0 + fraction) * tl.exp2((exponent - 1).to(tl.float32)))
         octet = (octets >> (8 * J)) & 255
-        size = tl.where(octet == 0, 0.0, size * tl.exp2((octet - 253).to(tl.float32)))
-        values = tl.where((bits >> sign) & 1 == 1, -size, size).to(tl.bfloat16)
+        scale = tl.where(octet == 0, 0.0, tl.exp2((octet - 253).to(tl.float32)))
+        values = (_e2m1(words, J) * scale).to(tl.bfloat16)
     elif J == 0:
-        values = _two_of_mxfp4(_MXFP4_0, words, octets)
+        values = _scaled_bf16(_MXFP4_0, words, octets)
     elif J == 1:
-        values = _two_of_mxfp4(_MXFP4_1, words, octets)
+        values = _scaled_bf16(_MXFP4_1, words, octets)
     elif J == 2:
-        values = _two_of_mxfp4(_MXFP4_2, words, octets)
+        values = _scaled_bf16(_MXFP4_2, words, octets)
     else:
-        values = _two_of_mxfp4(_MXFP4_3, words, octets)
+        values = _scaled_bf16(_MXFP4_3, words, octets)
     return values
 
 
 @jit()
-def _two_of_mxfp4(ASM: tl.constexpr, words: tl.tensor, octets: tl.tensor) -> tl.tensor:
+def _nvfp4_values(words: tl.tensor, octets: tl.tensor, J: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """Codes J of int16 `words` [..., SUB] times their scales, bytes J of `octets` of the same shape, and
+    2 ** -9, in DTYPE: exactly."""
+    tl.static_assert(J >= 0 and J < 4, "a word has codes 0 to 3")
+    if INTERPRETED:
+        tl.static_assert(tl.bfloat16 == DTYPE or tl.float16 == DTYPE, "no code here for this DTYPE of 4 bits")
+        octet = (octets >> (8 * J)) & 255
+        scale = (1.0 + (octet & 7).to(tl.float32) * 0.125) * tl.exp2(((octet >> 3) - 29).to(tl.float32))
+        values = (_e2m1(words, J) * scale).to(DTYPE)
+    elif tl.bfloat16 == DTYPE:
+        if J == 0:
+            values = _scaled_bf16(_NVFP4_BF16_0, words, octets)
+        elif J == 1:
+            values = _scaled_bf16(_NVFP4_BF16_1, words, octets)
+        elif J == 2:
+            values = _scaled_bf16(_NVFP4_BF16_2, words, octets)
+        else:
+            values = _scaled_bf16(_NVFP4_BF16_3, words, octets)
+    elif tl.float16 == DTYPE:
+        if J == 0:
+            values = _scaled_f16(_NVFP4_F16_0, words, octets)
+        elif J == 1:
+            values = _scaled_f16(_NVFP4_F16_1, words, octets)
+        elif J == 2:
+            values = _scaled_f16(_NVFP4_F16_2, words, octets)
+        else:
+            values = _scaled_f16(_NVFP4_F16_3, words, octets)
+    else:
+        tl.static_assert(False, "no code here for this DTYPE of 4 bits")
+    return values
+
+
+@jit()
+def _e2m1(words: tl.tensor, J: tl.constexpr) -> tl.tensor:
+    """The values of codes J in float32, for the interpreter."""
+    bits = words.to(tl.int32)
+    sign: tl.constexpr = 12 if J == 1 else (15 if J == 0 else 11 + J)  # as SIGN_BITS and SIZE_BITS
+    start: tl.constexpr = 9 if J == 3 else 6 - 3 * J
+    fraction = ((bits >> start) & 1).to(tl.float32) * 0.5
+    exponent = (bits >> (start + 1)) & 3
+    size = tl.where(exponent == 0, fraction, (1.0 + fraction) * tl.exp2((exponent - 1).to(tl.float32)))
+    return tl.where((bits >> sign) & 1 == 1, -size, size)
+
+
+@jit()
+def _scaled_bf16(ASM: tl.constexpr, words: tl.tensor, octets: tl.tensor) -> tl.tensor:
     """The instructions ASM on two neighbours at once, which share a register and a scale."""
     return tl.inline_asm_elementwise(
         ASM, "=r,r,r,r", [words, octets], dtype=tl.bfloat16, is_pure=True, pack=2
     )
+
+
+@jit()
+def _scaled_f16(ASM: tl.constexpr, words: tl.tensor, octets: tl.tensor) -> tl.tensor:
+    """The same in float16."""
+    return tl.inline_asm_elementwise(ASM, "=r,r,r,r", [words, octets], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @jit()
@@ -175,9 +245,12 @@ def _scale_of(pair: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 def code_values(
     words: tl.tensor, pair: tl.tensor, J: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr
 ) -> tl.tensor:
-    """The values of codes J of `words` [..., SUB], whose words of scales are `pair` [...]."""
+    """The values of codes J of `words` [..., SUB], whose words of scales are `pair` [...]; of NVFP4 those of
+    `of_halves`."""
     if GROUP == 0:  # MXFP4
         values = _mxfp4_values(words, pair, J)
+    elif GROUP == 16:  # NVFP4
+        values = _nvfp4_values(words, pair, J, DTYPE)
     elif GROUP > 0:
         values = _scaled(_values(words, _zero_of(pair, DTYPE), J, DTYPE), _scale_of(pair, DTYPE), DTYPE)
     else:
@@ -186,11 +259,28 @@ def code_values(
 
 
 @jit()
+def of_halves(first: tl.tensor, second: tl.tensor, words: tl.tensor) -> tl.tensor:
+    """The words of scales of NVFP4 of each of `words` [..., SUB]: those of the first half, and of the second
+    half, [...]."""
+    SUB: tl.constexpr = words.shape[len(words.shape) - 1]
+    first = tl.broadcast_to(tl.expand_dims(first, -1), words.shape)
+    second = tl.broadcast_to(tl.expand_dims(second, -1), words.shape)
+    return tl.where(tl.arange(0, SUB) < SUB // 2, first, second)
+
+
+@jit()
 def first_scale(block: tl.tensor, GROUP: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """The number of the words of scales that codes 0 of a block have; for GROUP 64 those of codes 2 follow,
-    for 32 those of all codes."""
-    tl.static_assert(GROUP == 0 or GROUP == 32 or GROUP == 64 or (GROUP > 0 and GROUP % BLOCK == 0))
-    return block if GROUP == 0 else block * BLOCK // GROUP  # 0: MXFP4
+    for 32 those of all codes, and for NVFP4 those of the second halves."""
+    known: tl.constexpr = GROUP == 0 or GROUP == 16 or GROUP == 32 or GROUP == 64
+    tl.static_assert(known or (GROUP > 0 and GROUP % BLOCK == 0))
+    if GROUP == 0:  # MXFP4
+        first = block
+    elif GROUP == 16:  # NVFP4
+        first = 2 * block
+    else:
+        first = block * BLOCK // GROUP
+    return first
 
 
 @jit()
@@ -208,6 +298,8 @@ def tile_values(
 ) -> tl.tensor:
     """The values [n, BLOCK] of a block of words [n, SUB]. pair: the words of its first scales, at `pairs`;
     N: from a group to the next one."""
+    if GROUP == 16:  # NVFP4
+        pair = of_halves(pair, tl.load(pairs + (2 * block + 1) * N, mask=inside, other=0), words)
     pair1 = pair
     pair2 = pair
     pair3 = pair
@@ -246,6 +338,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 def _dequantise_kernel(
     words_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
     out_ptr: tl.tensor,
     N: int,
     K: int,
@@ -269,17 +362,23 @@ def _dequantise_kernel(
     pairs = scales_ptr + weight * groups * N + rows
     pair = tl.load(pairs + first_scale(block, GROUP, BLOCK) * N, mask=rows < N, other=0)
     values = tile_values(words, pair, pairs, block, N, GROUP, DTYPE, BLOCK, SUB, rows < N)
+    if factors_ptr is not None:
+        factors = tl.load(factors_ptr + weight * N + rows, mask=rows < N, other=0.0)
+        values = (values.to(tl.float32) * factors[:, None]).to(DTYPE)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     out_ptrs = out_ptr + (weight * N + rows)[:, None] * K + columns[None, :]
     tl.store(out_ptrs, values, mask=exists & (columns < K)[None, :])
 
 
-def _dequantised(words: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, group: int) -> torch.Tensor:
-    """Fill out [E, n, k]. words: [E, blocks, n, SUB], scales: [E, groups, n]."""
+def _dequantised(
+    words: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor | None, out: torch.Tensor, group: int
+) -> torch.Tensor:
+    """Fill out [E, n, k]. words: [E, blocks, n, SUB], scales: [E, groups, n], factors: [E, n]."""
     num, n, k = out.shape
     _dequantise_kernel[(-(-n // 64), words.shape[1], num)](
         words,
         scales,
+        factors,
         out,
         n,
         k,
@@ -296,14 +395,15 @@ def _dequantised(words: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, g
 def dequantise_triton(words: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     """`dequantise` with Triton."""
     out = torch.empty(1, weight.n, weight.k, dtype=dtype, device=words.device)
-    return _dequantised(words[None], weight.scales[None], out, weight.group)[0]
+    factors = None if weight.factors is None else weight.factors[None]
+    return _dequantised(words[None], weight.scales[None], factors, out, weight.group)[0]
 
 
 def dequantise_experts(experts: Int4Experts) -> torch.Tensor:
     """The weights of all experts, [E, n, k], with Triton."""
     words = experts.words
     out = torch.empty(experts.shape, dtype=experts.dtype, device=words.device)
-    return _dequantised(words, experts.scales, out, experts.group)
+    return _dequantised(words, experts.scales, experts.factors, out, experts.group)
 
 
 dequantise = by_device(dequantise_triton, dequantise_reference)
