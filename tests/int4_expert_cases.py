@@ -26,14 +26,15 @@ from nanovllm.moe.kernels.tiles import Chosen
 def make_stack(
     experts: int, n: int, k: int, group: int, dtype: torch.dtype, device: str
 ) -> tuple[Int4Experts, torch.Tensor]:
-    """Random weights, and their exact values [experts, n, k] in float64. group: or MXFP4."""
+    """Random weights, and their exact values [experts, n, k] in float64. group: or MXFP4, or NVFP4."""
     made = [make_weight(n, k, group, dtype, device, seed) for seed in range(experts)]
     words, scales, exact = (
         torch.stack(each)
         for each in zip(*((weight.words, weight.scales, exact) for weight, exact in made), strict=True)
     )
-    stack = Int4Experts(words, scales, k, group, dtype)
-    assert torch.equal(stack[0].double(), exact[0].to(dtype).double())
+    factors = [weight.factors for weight, _ in made if weight.factors is not None]
+    stack = Int4Experts(words, scales, k, group, dtype, torch.stack(factors) if factors else None)
+    assert torch.equal(stack[0], exact[0].float().to(dtype))
     return stack, exact
 
 
