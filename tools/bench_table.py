@@ -37,6 +37,8 @@ FILTERS = PLAIN | {"top_p": 0.95, "top_k": 20}
 WARM_UP_TOKENS = 32
 FP8 = {"quantization": "fp8"}
 AWQ = {"hf_overrides": {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}}
+_MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.gate"]}
+NVFP4 = {"hf_overrides": {"quantization_config": _MODELOPT}}
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any], tuple[Row, ...]]] = {
     "8b fp8 cache": ("qwen3-8b", FP8 | {"kv_cache_dtype": "fp8"}, (Row("8B FP8, FP8 KV cache"),)),
     "8b awq": ("qwen3-8b", AWQ, (Row("8B AWQ"), Row("8B AWQ, 16 sequences", "few"))),
     "moe": ("qwen3-30b-a3b", {}, (Row("30B-A3B shape"), Row("30B-A3B, 16 sequences", "few"))),
+    "8b nvfp4": ("qwen3-8b", NVFP4, (Row("8B NVFP4"), Row("8B NVFP4, 16 sequences", "few"))),
+    "moe nvfp4": ("qwen3-30b-a3b", NVFP4, (Row("30B-A3B NVFP4"), Row("30B-A3B NVFP4, 16 sequences", "few"))),
     "moe awq": ("qwen3-30b-a3b", AWQ, (Row("30B-A3B AWQ"), Row("30B-A3B AWQ, 16 sequences", "few"))),
     "gemma": (
         "gemma3-4b",

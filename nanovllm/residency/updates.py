@@ -11,6 +11,8 @@ import torch
 from nanovllm.models.registry import CONFIG_FILE
 from nanovllm.models.weights import EMBEDDING, TIED_HEAD, WeightChecker, unpacked
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)  # of quantised weights
+
 
 class UpdateChecker(WeightChecker):
     """Compares tensors one by one, as they come."""
@@ -75,7 +77,7 @@ def _hashes(tensor: torch.Tensor) -> list[float]:
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
     """ValueError unless the tensor is whole, dense and of numbers; a shard knows which dtypes it accepts."""
-    if not tensor.is_floating_point() and tensor.dtype not in (torch.uint8, torch.int32, torch.int64):
+    if not tensor.is_floating_point() and tensor.dtype not in _INTEGERS:
         raise ValueError(f"{name} is {tensor.dtype}; pass it as bfloat16, float16, float32 or float64")
     if tensor.is_meta or tensor.layout is not torch.strided or hasattr(tensor, "full_tensor"):
         raise ValueError(

@@ -9,7 +9,7 @@ from moe_cases import Sizes
 from tensors import BF16, F16
 
 from nanovllm.formats.int4.kernels.experts import choose_int4_experts
-from nanovllm.formats.int4.kernels.layout import MXFP4
+from nanovllm.formats.int4.kernels.layout import MXFP4, NVFP4
 from nanovllm.moe.kernels.grouped_matmul import ExpertChoice
 
 pytestmark = pytest.mark.gpu
@@ -22,6 +22,10 @@ CASES = [
     (Sizes(10, 3, 160, 96), (MXFP4, MXFP4), BF16),
     (Sizes(6, 4, 2880, 2880), (MXFP4, MXFP4), BF16),
 ]
+NVFP4_CASES = [
+    (Sizes(10, 3, 176, 80), (NVFP4, NVFP4), F16),
+    (Sizes(6, 4, 2048, 768), (NVFP4, NVFP4), BF16),
+]
 
 
 def choices() -> list[ExpertChoice]:
@@ -30,7 +34,7 @@ def choices() -> list[ExpertChoice]:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 97])
-@pytest.mark.parametrize(("sizes", "groups", "dtype"), CASES)
+@pytest.mark.parametrize(("sizes", "groups", "dtype"), CASES + NVFP4_CASES)
 def test_kernels(rows: int, sizes: Sizes, groups: tuple[int, int], dtype: torch.dtype) -> None:
     for choice in choices():
         int4_expert_cases.check_experts(rows, sizes, groups, dtype, GPU, choice)
@@ -48,3 +52,10 @@ def test_bits(sizes: Sizes, groups: tuple[int, int], dtype: torch.dtype) -> None
     int4_expert_cases.check_rows_are_independent(counts, sizes, groups, dtype, GPU, choices())
     for choice in choices():
         int4_expert_cases.check_dequantised(sizes, groups[0], dtype, GPU, choice)
+
+
+@pytest.mark.parametrize(("sizes", "groups", "dtype"), NVFP4_CASES)
+def test_bits_of_nvfp4(sizes: Sizes, groups: tuple[int, int], dtype: torch.dtype) -> None:
+    """Of a row in every batch and with every tile that does not dequantise first."""
+    counts = [1, 2, 16, 97, 256]
+    int4_expert_cases.check_rows_are_independent(counts, sizes, groups, dtype, GPU, choices()[:3])

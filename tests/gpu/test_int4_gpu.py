@@ -1,4 +1,4 @@
-"""Weights of 4 bits on a GPU: the compiled kernels, a row's bits, and answers of a model in AWQ and GPTQ."""
+"""Weights of 4 bits on a GPU: the compiled kernels, a row's bits, and answers of models in each format."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import int4_cases
 import pytest
 import torch
+from int4_cases import NVFP4
 from tensors import BF16, F16, randn
 from tiny_models import write_tiny_model
 
@@ -18,6 +19,8 @@ from nanovllm.formats.int4.kernels.values import dequantise
 from nanovllm.kernels.compat import in_graph, multiprocessors
 from nanovllm.kernels.matmul import linear
 from tools.write_int4 import write_int4
+from tools.write_nvfp4 import KINDS as NVFP4_KINDS
+from tools.write_nvfp4 import write_nvfp4
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +36,11 @@ TILES = (
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "group", "dtype"), [(70, 160, 32, F16), (200, 704, 64, BF16), (328, 1152, 128, BF16)]
+    ("n", "k", "group", "dtype"),
+    [
+        *((70, 160, 32, F16), (200, 704, 64, BF16), (328, 1152, 128, BF16)),
+        *((72, 144, NVFP4, F16), (328, 1168, NVFP4, BF16)),
+    ],
 )
 def test_kernels(n: int, k: int, group: int, dtype: torch.dtype) -> None:
     int4_cases.check_dequantise(n, k, group, dtype, GPU)
@@ -53,6 +60,18 @@ def test_deterministic_bits_are_those_of_the_dequantised_weight(n: int, k: int) 
         for tile in (choose_int4_tile(rows, weight, multiprocessors(x.device), deterministic=True), *TILES):
             if tile is not None:
                 assert torch.equal(int4_linear(x[:rows], weight, tile=tile), wanted[:rows]), (rows, tile)
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (1024, 3088)])
+def test_deterministic_bits_of_nvfp4(n: int, k: int) -> None:
+    """A row's are the same with every tile without a split, any number of rows, and any other rows."""
+    weight, _ = int4_cases.make_weight(n, k, NVFP4, BF16, GPU)
+    x = randn(600, k, dtype=BF16, device=GPU)
+    wanted = int4_linear(x, weight, tile=TILES[0])
+    for rows in (1, 3, 16, 64, 97, 256, 600):
+        for tile in (choose_int4_tile(rows, weight, multiprocessors(x.device), deterministic=True), *TILES):
+            assert tile is not None
+            assert torch.equal(int4_linear(x[:rows], weight, tile=tile), wanted[:rows]), (rows, tile)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 64, 131, 256, 512])
@@ -80,6 +99,7 @@ def test_in_a_graph(rows: int) -> None:
         {"format": "awq"},
         {"format": "gptq", "group": 32, "act_order": True},
         {"format": "compressed-tensors", "group": -1, "symmetric": True},
+        {"format": "modelopt"},
     ],
     ids=str,
 )
@@ -88,7 +108,10 @@ def test_answers_are_the_cpus(tmp_path: Path, options: dict[str, Any], determini
     """The tokens are those that the CPU finds likeliest, or nearly."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 104}
     source = write_tiny_model(tmp_path / "dense", dtype="bfloat16", **sizes)
-    folder = write_int4(source, tmp_path / "int4", scale_dtype=BF16, **options)
+    if options["format"] in NVFP4_KINDS:
+        folder, _ = write_nvfp4(source, tmp_path / "nvfp4", options["format"])
+    else:
+        folder = write_int4(source, tmp_path / "int4", scale_dtype=BF16, **options)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[7, 11, 13, 17], [19, 23]] * 20
     with LLM(str(folder), skip_tokenizer_init=True, max_model_len=64, deterministic=deterministic) as llm:

@@ -24,7 +24,7 @@ from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import WeightMethod, WeightShard, scale_values
 
 GROUP = 32  # columns that share a scale
-_DUMMY_SCALE = 127.0  # a byte: 2 ** 0, as dummy codes are drawn as weights are
+_DUMMY_SCALE = 1.0  # as dummy codes are drawn as weights are
 
 
 @dataclass(frozen=True)

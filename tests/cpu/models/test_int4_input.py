@@ -143,8 +143,8 @@ BAD_CONFIGS: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "w4a16 format": (
         CompressedTensorsConfig.of,
-        PACKED | {"format": "int-quantized", "config_groups": {"0": SCHEME}},
-        "format 'int-quantized' of 0 is not",
+        PACKED | {"format": "int-packed", "config_groups": {"0": SCHEME}},
+        "format 'int-packed' of 0 is not",
     ),
     "w4a16 nothing": (
         CompressedTensorsConfig.of,

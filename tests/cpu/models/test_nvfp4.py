@@ -366,7 +366,7 @@ def test_widths_that_groups_do_not_divide(tmp_path: Path) -> None:
 
 @interpreted
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-@pytest.mark.parametrize(("n", "k"), [(70, 160), (34, 16), (6, 400)])
+@pytest.mark.parametrize(("n", "k"), [(70, 160), (34, 16)])
 def test_kernels(n: int, k: int, dtype: torch.dtype) -> None:
     int4_cases.check_dequantise(n, k, NVFP4, dtype, "cpu")
     for rows, tile in ((1, Int4Tile(16, 64)), (33, Int4Tile(16, 64, more=16, split=2, tma=False))):

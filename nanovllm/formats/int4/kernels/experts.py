@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.formats.int4.kernels.e2m1 import of_halves
 from nanovllm.formats.int4.kernels.layout import BLOCK, SUB, Int4Experts
-from nanovllm.formats.int4.kernels.values import code_values, first_scale, of_halves
+from nanovllm.formats.int4.kernels.values import code_values, first_scale
 from nanovllm.kernels.activation import gated
 from nanovllm.kernels.compat import await_inputs, by_device, jit, pdl_options, shared_memory, tl
 from nanovllm.moe.kernels.grouped_matmul import ExpertChoice, ExpertTile, choose_experts

@@ -9,30 +9,19 @@ from typing import Any
 
 import torch
 
-from nanovllm.formats.int4.kernels.layout import (
-    BLOCK,
-    SIGN_BITS,
-    SIZE_BITS,
-    SUB,
-    Int4Experts,
-    Int4Weight,
-    dequantise_reference,
-)
-from nanovllm.kernels.compat import HAS_TRITON, INTERPRETED, await_inputs, by_device, jit, pdl_options, tl
+from nanovllm.formats.int4.kernels.e2m1 import constant, mxfp4_values, nvfp4_values, of_halves
+from nanovllm.formats.int4.kernels.layout import BLOCK, SUB, Int4Experts, Int4Weight, dequantise_reference
+from nanovllm.kernels.compat import INTERPRETED, await_inputs, by_device, jit, pdl_options, tl
 from nanovllm.kernels.kinds import Kinds
 
 # The constants of kernels, by name: without Triton there are none.
 _DTYPES = Kinds("dtype of 4 bits", {torch.bfloat16: "bfloat16", torch.float16: "float16"})
 
 
-def _text(asm: str) -> Any:
-    return tl.constexpr(asm) if HAS_TRITON else asm
-
-
 def _asm(shift: int, base: int, one: int, kind: str) -> Any:
     """Two codes of 4 bits at `shift`, as floats without their zero points: exact. Each code becomes the last
     bits of a float `base`; $2 is -(base + zero point)."""
-    return _text(f"""{{
+    return constant(f"""{{
         .reg .b32 code, one;
         shr.b32 code, $1, {shift};
         lop3.b32 code, code, 0x000F000F, {base | base << 16:#x}, 0xEA;
@@ -43,57 +32,8 @@ def _asm(shift: int, base: int, one: int, kind: str) -> Any:
 
 _BF16_0, _BF16_1, _BF16_2, _BF16_3 = (_asm(shift, 0x4300, 0x3F80, "bf16") for shift in (0, 4, 8, 12))
 _F16_0, _F16_1, _F16_2, _F16_3 = (_asm(shift, 0x6400, 0x3C00, "f16") for shift in (0, 4, 8, 12))
-_BF16_MUL = _text("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }")
-_F16_MUL = _text("mul.rn.f16x2 $0, $1, $2;")
-
-
-def _asm_mxfp4(place: int) -> Any:
-    """Two values of MXFP4 as bfloat16. The bits of a code ($1) become the sign, and the last bits of the
-    exponent and the first of the fraction; byte `place` of the words of scales ($2, $3: the same) becomes
-    the exponent of the factor."""
-    sign, size = 15 - SIGN_BITS[place], 6 - SIZE_BITS[place]  # how far bits move to the left
-    code = f"shl.b32 code, $1, {size};" if size >= 0 else f"shr.b32 code, $1, {-size};"
-    if sign == size:
-        code += "and.b32 code, code, 0x81C081C0;"
-    else:
-        code += f"shl.b32 sign, $1, {sign}; and.b32 sign, sign, 0x80008000;"
-        code += "lop3.b32 code, code, 0x01C001C0, sign, 0xEA;"
-    return _text(f"""{{
-        .reg .b32 code, sign, scale, zero;
-        {code}
-        prmt.b32 scale, $2, 0, {place << 12 | place << 4 | 0x404:#x};
-        shr.b32 scale, scale, 1;
-        mov.b32 zero, 0x80008000;
-        fma.rn.bf16x2 $0, code, scale, zero;
-    }}""")
-
-
-_MXFP4_0, _MXFP4_1, _MXFP4_2, _MXFP4_3 = (_asm_mxfp4(place) for place in range(4))
-
-
-def _asm_nvfp4(place: int, kind: str) -> Any:
-    """Two values of NVFP4. The bits of a code ($1) become a float as in `_asm_mxfp4`; byte `place` of the
-    words of scales ($2, $3: the same) becomes the last five bits of the exponent and the first three of the
-    fraction of the factor."""
-    first, bits, half, base = {"bf16": (6, 0x01C0, 4, 0x7000), "f16": (9, 0x0E00, 1, 0)}[kind]
-    sign, size = 15 - SIGN_BITS[place], first - SIZE_BITS[place]  # how far bits move to the left
-    code = f"shl.b32 code, $1, {size};" if size >= 0 else f"shr.b32 code, $1, {-size};"
-    code += f"shl.b32 sign, $1, {sign}; and.b32 sign, sign, 0x80008000;"
-    code += f"lop3.b32 code, code, {bits | bits << 16:#x}, sign, 0xEA;"
-    product = {"bf16": "fma.rn.bf16x2 $0, code, scale, zero;", "f16": "mul.rn.f16x2 $0, code, scale;"}[kind]
-    return _text(f"""{{
-        .reg .b32 code, sign, scale, zero;
-        {code}
-        prmt.b32 scale, $2, 0, {place << 12 | place << 4 | 0x404:#x};
-        shr.b32 scale, scale, {half};
-        or.b32 scale, scale, {base | base << 16:#x};
-        mov.b32 zero, 0x80008000;
-        {product}
-    }}""")
-
-
-_NVFP4_BF16_0, _NVFP4_BF16_1, _NVFP4_BF16_2, _NVFP4_BF16_3 = (_asm_nvfp4(j, "bf16") for j in range(4))
-_NVFP4_F16_0, _NVFP4_F16_1, _NVFP4_F16_2, _NVFP4_F16_3 = (_asm_nvfp4(j, "f16") for j in range(4))
+_BF16_MUL = constant("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }")
+_F16_MUL = constant("mul.rn.f16x2 $0, $1, $2;")
 
 
 @jit()
@@ -127,85 +67,6 @@ def _values(words: tl.tensor, zero: tl.tensor, J: tl.constexpr, DTYPE: tl.conste
     else:
         tl.static_assert(False, "no code here for this DTYPE of 4 bits")
     return values
-
-
-@jit()
-def _mxfp4_values(words: tl.tensor, octets: tl.tensor, J: tl.constexpr) -> tl.tensor:
-    """Codes J of int16 `words` [..., SUB] times their scales, bytes J of `octets` [...], in bfloat16."""
-    tl.static_assert(J >= 0 and J < 4, "a word has codes 0 to 3")
-    octets = tl.broadcast_to(tl.expand_dims(octets, -1), words.shape)
-    if INTERPRETED:
-        octet = (octets >> (8 * J)) & 255
-        scale = tl.where(octet == 0, 0.0, tl.exp2((octet - 253).to(tl.float32)))
-        values = (_e2m1(words, J) * scale).to(tl.bfloat16)
-    elif J == 0:
-        values = _scaled_bf16(_MXFP4_0, words, octets)
-    elif J == 1:
-        values = _scaled_bf16(_MXFP4_1, words, octets)
-    elif J == 2:
-        values = _scaled_bf16(_MXFP4_2, words, octets)
-    else:
-        values = _scaled_bf16(_MXFP4_3, words, octets)
-    return values
-
-
-@jit()
-def _nvfp4_values(words: tl.tensor, octets: tl.tensor, J: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """Codes J of int16 `words` [..., SUB] times their scales, bytes J of `octets` of the same shape, and
-    2 ** -9, in DTYPE: exactly."""
-    tl.static_assert(J >= 0 and J < 4, "a word has codes 0 to 3")
-    if INTERPRETED:
-        tl.static_assert(tl.bfloat16 == DTYPE or tl.float16 == DTYPE, "no code here for this DTYPE of 4 bits")
-        octet = (octets >> (8 * J)) & 255
-        scale = (1.0 + (octet & 7).to(tl.float32) * 0.125) * tl.exp2(((octet >> 3) - 29).to(tl.float32))
-        values = (_e2m1(words, J) * scale).to(DTYPE)
-    elif tl.bfloat16 == DTYPE:
-        if J == 0:
-            values = _scaled_bf16(_NVFP4_BF16_0, words, octets)
-        elif J == 1:
-            values = _scaled_bf16(_NVFP4_BF16_1, words, octets)
-        elif J == 2:
-            values = _scaled_bf16(_NVFP4_BF16_2, words, octets)
-        else:
-            values = _scaled_bf16(_NVFP4_BF16_3, words, octets)
-    elif tl.float16 == DTYPE:
-        if J == 0:
-            values = _scaled_f16(_NVFP4_F16_0, words, octets)
-        elif J == 1:
-            values = _scaled_f16(_NVFP4_F16_1, words, octets)
-        elif J == 2:
-            values = _scaled_f16(_NVFP4_F16_2, words, octets)
-        else:
-            values = _scaled_f16(_NVFP4_F16_3, words, octets)
-    else:
-        tl.static_assert(False, "no code here for this DTYPE of 4 bits")
-    return values
-
-
-@jit()
-def _e2m1(words: tl.tensor, J: tl.constexpr) -> tl.tensor:
-    """The values of codes J in float32, for the interpreter."""
-    bits = words.to(tl.int32)
-    sign: tl.constexpr = 12 if J == 1 else (15 if J == 0 else 11 + J)  # as SIGN_BITS and SIZE_BITS
-    start: tl.constexpr = 9 if J == 3 else 6 - 3 * J
-    fraction = ((bits >> start) & 1).to(tl.float32) * 0.5
-    exponent = (bits >> (start + 1)) & 3
-    size = tl.where(exponent == 0, fraction, (1.0 + fraction) * tl.exp2((exponent - 1).to(tl.float32)))
-    return tl.where((bits >> sign) & 1 == 1, -size, size)
-
-
-@jit()
-def _scaled_bf16(ASM: tl.constexpr, words: tl.tensor, octets: tl.tensor) -> tl.tensor:
-    """The instructions ASM on two neighbours at once, which share a register and a scale."""
-    return tl.inline_asm_elementwise(
-        ASM, "=r,r,r,r", [words, octets], dtype=tl.bfloat16, is_pure=True, pack=2
-    )
-
-
-@jit()
-def _scaled_f16(ASM: tl.constexpr, words: tl.tensor, octets: tl.tensor) -> tl.tensor:
-    """The same in float16."""
-    return tl.inline_asm_elementwise(ASM, "=r,r,r,r", [words, octets], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @jit()
@@ -248,24 +109,14 @@ def code_values(
     """The values of codes J of `words` [..., SUB], whose words of scales are `pair` [...]; of NVFP4 those of
     `of_halves`."""
     if GROUP == 0:  # MXFP4
-        values = _mxfp4_values(words, pair, J)
+        values = mxfp4_values(words, pair, J)
     elif GROUP == 16:  # NVFP4
-        values = _nvfp4_values(words, pair, J, DTYPE)
+        values = nvfp4_values(words, pair, J, DTYPE)
     elif GROUP > 0:
         values = _scaled(_values(words, _zero_of(pair, DTYPE), J, DTYPE), _scale_of(pair, DTYPE), DTYPE)
     else:
         tl.static_assert(False, "no code here for this GROUP of 4 bits")
     return values
-
-
-@jit()
-def of_halves(first: tl.tensor, second: tl.tensor, words: tl.tensor) -> tl.tensor:
-    """The words of scales of NVFP4 of each of `words` [..., SUB]: those of the first half, and of the second
-    half, [...]."""
-    SUB: tl.constexpr = words.shape[len(words.shape) - 1]
-    first = tl.broadcast_to(tl.expand_dims(first, -1), words.shape)
-    second = tl.broadcast_to(tl.expand_dims(second, -1), words.shape)
-    return tl.where(tl.arange(0, SUB) < SUB // 2, first, second)
 
 
 @jit()
