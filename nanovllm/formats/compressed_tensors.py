@@ -93,13 +93,22 @@ class CompressedTensorsConfig(QuantConfig):
         others = self.other_cache and is_cache_scale(name)
         return others or super().leaves_out(name) or any(g.quant.leaves_out(name) for g in self.groups)
 
+    def _most(self, experts: bool) -> QuantConfig:
+        """The format of most modules that are named, or of experts; of equally many the first."""
+        counts = [sum((".experts" in each) == experts for each in group.targets) for group in self.groups]
+        return self.groups[counts.index(max(counts))].quant
+
     @property
     def itemsize(self) -> float | None:
-        return self.groups[0].quant.itemsize
+        return self._most(experts=False).itemsize
+
+    @property
+    def expert_itemsize(self) -> float | None:
+        return self._most(experts=True).expert_itemsize
 
     @property
     def speed(self) -> float:
-        return self.groups[0].quant.speed
+        return self._most(experts=False).speed
 
     @property
     def note(self) -> str | None:

@@ -27,6 +27,7 @@ from nanovllm.formats.gathered import DequantisedLinear
 from nanovllm.formats.int4.kernels.layout import dequantise_reference
 from nanovllm.formats.int4.kernels.matmul import Int4Tile, choose_int4_tile
 from nanovllm.formats.nvfp4.kernels.values import dequantise_nvfp4
+from nanovllm.jobs.main import main
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import check_weights, weight_bytes
@@ -299,6 +300,18 @@ def test_bytes_of_a_weight_and_notes(plain: Path, tmp_path: Path) -> None:
         method = quant.on((0, 0)).method(UP, "linear")
         options = load(folder, on_cpu=True).model.layers[1].mlp.gate_up_proj.method
         assert not method.packs and isinstance(options, DequantisedLinear)
+
+
+def test_doctor_names_the_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = write_tiny_model(
+        tmp_path / "plain", "qwen3", **{**SIZES, "hidden_size": 96, "intermediate_size": 160}
+    )
+    for kind, name in (("modelopt", "NVFP4"), ("mxfp8", "MXFP8"), ("int8", "INT8")):
+        folder, _ = write_nvfp4(plain, tmp_path / kind, kind)
+        assert main(["doctor", str(folder), "--device", "cpu", "--skip-tokenizer-init"]) == 0
+        shown = capsys.readouterr().out
+        assert f"quantised weights: weights in {name} are dequantised as they are loaded" in shown
+        assert "files: all weights are there, with the right shapes" in shown
 
 
 # -- what is refused ----------------------------------------------------------------------------------------

@@ -113,6 +113,9 @@ def test_mixed_files(plain: Path, tmp_path: Path, kind: str) -> None:
         on_gpu = config.quant.on((9, 0))
         assert (on_gpu.itemsize, on_gpu.expert_itemsize) == (1, 0.5625)
         assert "NVFP4" in str(on_gpu.note)
+    else:
+        on_gpu = config.quant.on((9, 0))
+        assert (on_gpu.itemsize, on_gpu.expert_itemsize) == (None, 0.5625)
 
 
 def test_which_experts_are_quantised(plain: Path, tmp_path: Path) -> None:
