@@ -33,13 +33,15 @@ def calibrate(runner: ModelRunner) -> None:
     caching = [layer for layer in layers if layer.spec.kv_from is None]
     if any(layer not in stated for layer in caching):
         _calibrate(runner)
-    for layer, scales in stated.items():
-        _set(layer, *scales)
+    for layer, (k_scale, v_scale) in stated.items():
+        _set(layer, k_scale, v_scale)
     for layer in layers:
         if stated and layer.spec.kv_from is not None:
-            k_scale, v_scale = layers[layer.spec.kv_from].cache[2:]
-            assert k_scale is not None and v_scale is not None, "an earlier layer has its scales"
-            _set(layer, k_scale, v_scale)
+            source = layers[layer.spec.kv_from].cache
+            assert source.k_scale is not None and source.v_scale is not None, (
+                "an earlier layer has its scales"
+            )
+            _set(layer, source.k_scale, source.v_scale)
 
 
 def _stated(runner: ModelRunner) -> dict[Attention, tuple[torch.Tensor, torch.Tensor]]:
