@@ -97,7 +97,7 @@ class Generation:
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
             requests, outputs = self._check(prompts, params, 0, on_error, change)
-            if self.config.enable_prefix_caching:
+            if len(requests) > 2 and self.config.enable_prefix_caching:
                 requests = find(ORDERS["prefixes"])(requests)
             with self._emptied_on_error(), progress:
                 self._add(requests)

@@ -19,8 +19,7 @@ from nanovllm.formats.mxfp8.method import mxfp8_quantized
 from nanovllm.formats.nvfp4.configs import nvfp4_pack_quantized
 from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.names import is_cache_scale
-from nanovllm.quantization.shards import WeightMethod
+from nanovllm.quantization.shards import WeightMethod, is_cache_scale
 
 _WHERE = "config.json: quantization_config"
 _CLASSES = {"Linear": ("linear", "lm_head")}  # kinds of weights by the name of their class in torch

@@ -99,8 +99,6 @@ T = TypeVar("T", bound=Prompted)
 
 def by_prefix(requests: list[T]) -> list[T]:
     """Requests in `tree_order` of their prompts."""
-    if len(requests) < 3:
-        return requests
     prompts = [each.prompt_token_ids for each in requests]
     lengths = np.fromiter(map(len, prompts), np.int32, len(prompts))
     return [requests[row] for row in tree_order(lengths, window_of(prompts)).tolist()]

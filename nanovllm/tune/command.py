@@ -67,9 +67,8 @@ def tune(
 
 def _machine(args: argparse.Namespace) -> Machine:
     """What decides which settings are of use. JobRefusedError if the model or an option is wrong."""
-    options = engine_options(args)
     with refusing():
-        config = Config.from_kwargs(args.model, **options)
+        config = Config.from_kwargs(args.model, **engine_options(args))
         device = devices_of(config)[0]
         try:
             path = find_model(config)

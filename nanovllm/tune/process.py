@@ -15,20 +15,26 @@ from typing import Any
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.run import run
 from nanovllm.llm import LLM
+from nanovllm.params import SamplingParams
 from nanovllm.tune.trial import MAX_REASON, REPLY
 
 
 class Timed:
-    """Makes the engine of a job, and notes when it was loaded, when it ended and what it did."""
+    """Has the engine of a job, which notes when it was loaded, when it ended and what it did."""
 
     def __init__(self) -> None:
         self.loaded = self.ended = 0.0
         self.read = self.written = 0
 
-    def make(self, *args: Any, **options: Any) -> Any:
+    def engine(self) -> type[LLM]:
         timed = self
 
         class TimedLLM(LLM):
+            def get_default_sampling_params(self) -> SamplingParams:
+                """What a job asks first of an engine that is loaded."""
+                timed.loaded = timed.loaded or time.perf_counter()
+                return super().get_default_sampling_params()
+
             def close(self) -> None:
                 if not timed.ended:
                     timed.ended = time.perf_counter()
@@ -37,9 +43,7 @@ class Timed:
                     timed.written = stats.num_output_tokens
                 super().close()
 
-        llm = TimedLLM(*args, **options)
-        self.loaded = time.perf_counter()
-        return llm
+        return TimedLLM
 
 
 def main() -> None:
@@ -47,9 +51,10 @@ def main() -> None:
     job = json.load(sys.stdin)
     job["output"] = Path(job["output"])
     _forget(job["output"])
-    timed = Timed()
+    timed, arguments = Timed(), argparse.Namespace()
+    vars(arguments).update(job)
     try:
-        code = run(argparse.Namespace(**job), timed.make)
+        code = run(arguments, timed.engine())
     except JobRefusedError as error:
         print(REPLY + json.dumps({"error": str(error)[:MAX_REASON]}), flush=True)
         return

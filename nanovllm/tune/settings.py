@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, TypeAlias
 
 Setting: TypeAlias = "tuple[tuple[str, Any], ...]"  # options of LLM beside the job's own, by name; () is none
@@ -46,7 +45,9 @@ def settings(machine: Machine, given: Mapping[str, Any], change_answers: bool) -
     if change_answers:
         axes.append(_axis("kv_cache_dtype", _CACHES[machine.kind], given))
         axes.append(_axis("quantization", () if machine.quantised else _QUANTISED[machine.kind], given))
-    found = [tuple(pair for part in parts for pair in part) for parts in product(*axes)]
+    found: list[Setting] = [()]
+    for axis in axes:
+        found = [(*setting, *more) for setting in found for more in axis]
     return sorted(found, key=lambda each: len(dict(each)))
 
 

@@ -55,7 +55,8 @@ class Trials:
                 reply = json.loads(line.removeprefix(REPLY))
                 if "error" in reply:
                     return Failed(reply["error"])
-                return Measured(**reply, loading=seconds - reply["seconds"])
+                took = reply["seconds"]
+                return Measured(reply["rows"], took, seconds - took, reply["read"], reply["written"])
         return Failed(_reason(err, process.returncode))
 
 

@@ -20,8 +20,7 @@ from nanovllm.formats.nvfp4.kernels.values import GROUP
 from nanovllm.formats.nvfp4.layouts import MODELOPT
 from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.names import is_cache_scale
-from nanovllm.quantization.shards import WeightMethod
+from nanovllm.quantization.shards import WeightMethod, is_cache_scale
 
 _WHERE = "quantisation by ModelOpt"
 _NVFP4, _MIXED = Nvfp4Config(MODELOPT), "MIXED_PRECISION"
