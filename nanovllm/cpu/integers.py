@@ -28,7 +28,8 @@ from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSourc
 
 ROUNDED = f"the activations that they multiply are rounded to 8 bits, {GROUP // 2} values with a scale"
 _ROUTERS = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b")  # and gates of states
-_PRODUCTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # modules that are multiplied as one
+_STATES = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z")
+_PRODUCTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), _STATES)  # multiplied as one
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")  # modules that all are integers, or none is
 _ROWS = 4096  # that are read and quantised at once
 
@@ -236,7 +237,8 @@ class StoredConfig(QuantConfig):
         parent, _, name = path.rpartition(".")
         names = next((each for each in _PRODUCTS if name in each), (name,))
         first, *others = {self.types.get(f"{parent}.{each}" if parent else each) for each in names}
-        return first if self.kernels and not others and first in FORMATS else None
+        keeps = self.kernels and not others and name not in _ROUTERS
+        return first if keeps and first in FORMATS else None
 
     def on(self, capability: tuple[int, int]) -> QuantConfig:
         return replace(self, kernels=_no_kernels(capability) is None)

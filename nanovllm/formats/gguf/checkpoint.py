@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
@@ -20,10 +21,12 @@ import numpy as np
 import xxhash
 
 from nanovllm.errors import ModelLoadError
+from nanovllm.formats.gguf import hybrids
 from nanovllm.formats.gguf.ends import ends
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor, all_tensors
+from nanovllm.formats.gguf.parts import models, parts
 from nanovllm.formats.gguf.tokenizer import write_tokenizer
-from nanovllm.models.registry import Checkpoint, T, listing
+from nanovllm.models.registry import Checkpoint, T
 from nanovllm.quantization.shards import WeightSource
 
 _ARCHITECTURES = {
@@ -32,6 +35,7 @@ _ARCHITECTURES = {
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    **hybrids.ARCHITECTURES,
 }
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -52,15 +56,18 @@ _LAYER_NAMES = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_EXPERTS = {  # the projections of all experts that a tensor holds, of an expert one after the other
+    **{"ffn_gate_exps": ["gate_proj"], "ffn_up_exps": ["up_proj"], "ffn_down_exps": ["down_proj"]},
+    "ffn_gate_up_exps": ["gate_proj", "up_proj"],
+}
 _MIXTRAL = {
     **{"mlp.gate.": "block_sparse_moe.gate.", "mlp.experts.": "block_sparse_moe.experts."},
     **{"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
 }
 _MAX_EXPERTS = 2**12
+_NORMALISED = ("qwen3moe", *hybrids.ARCHITECTURES)  # the weights of a token's experts, if a file is silent
 _FLOATS = ("F32", "F16", "BF16")
 _TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _ROPE_FACTORS = "rope_freqs.weight"
 # Settings that the families do not have, each with the values that turn them off.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -86,7 +93,7 @@ class GGUFCheckpoint(Checkpoint):
     def reads(cls, path: Path) -> bool:
         if path.is_file():
             return path.suffix == ".gguf"
-        return path.is_dir() and not any(path.glob("*.safetensors")) and bool(_models(path))
+        return path.is_dir() and not any(path.glob("*.safetensors")) and bool(models(path))
 
     def config(self) -> dict[str, Any]:
         return _Config(self._files).read()
@@ -131,7 +138,7 @@ class GGUFCheckpoint(Checkpoint):
     @cached_property
     def _files(self) -> list[GGUFFile]:
         """All files of the model, the one with the settings first."""
-        paths = _parts(self.path)
+        paths = parts(self.path)
         files = [GGUFFile(path) for path in paths]
         for index, file in enumerate(files):
             number, count = (file.scalar(key, int, 0) for key in ("split.no", "split.count"))
@@ -145,36 +152,6 @@ class GGUFCheckpoint(Checkpoint):
         if len(files) > 1 and stated not in (0, total):
             raise files[0].problem(f"split.tensors.count is {stated}, and the files have {total} tensors")
         return files
-
-
-def _models(folder: Path) -> dict[str, list[Path]]:
-    """The files of each model in a folder, by its name; those of image encoders are left out."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted(folder.glob("*.gguf")):
-        if path.is_file() and not path.name.startswith("mmproj"):
-            part = _PART.fullmatch(path.name)
-            found.setdefault(part[1] if part else path.name, []).append(path)
-    return found
-
-
-def _parts(path: Path) -> list[Path]:
-    """All files of the model at `path`, in order. Raises ModelLoadError for a missing one."""
-    if path.is_dir():
-        models = _models(path)
-        if len(models) != 1:
-            raise ModelLoadError(
-                f"{path} has {len(models)} GGUF models: {listing(models)}; pass the path of one"
-            )
-        [(path, *_)] = models.values()
-    part = _PART.fullmatch(path.name)
-    if part is None:
-        return [path]
-    count = int(part[3])
-    paths = [path.with_name(f"{part[1]}-{number:05}-of-{part[3]}.gguf") for number in range(1, count + 1)]
-    missing = [each.name for each in paths if not each.is_file()]
-    if missing or not paths:
-        raise ModelLoadError(f"{path} is one of {count} parts, and there is no {listing(missing)} beside it")
-    return paths
 
 
 def _shortest(value: Any) -> Any:
@@ -195,8 +172,14 @@ def _renamed(stored: str, tensor: GGUFTensor, config: _Config) -> dict[str, GGUF
     if last in _EXPERTS and len(shape) == 3:
         if shape[0] > _MAX_EXPERTS:
             raise config.file.problem(f"tensor {stored!r} has {shape[0]} experts; at most {_MAX_EXPERTS}")
-        names = [f"{prefix}mlp.experts.{index}.{_EXPERTS[last]}.{kind}" for index in range(shape[0])]
-        return dict(zip(map(config.name, names), tensor.parts(), strict=True))
+        names, rows = _EXPERTS[last], shape[1] // len(_EXPERTS[last])
+        return {
+            config.name(f"{prefix}mlp.experts.{index}.{name}.{kind}"): replace(
+                expert, shape=(rows, shape[2]), raw=expert.raw[rows * number : rows * (number + 1)]
+            )
+            for index, expert in enumerate(tensor.parts())
+            for number, name in enumerate(names)
+        }
     if last not in _LAYER_NAMES:
         return {stored: tensor}
     if last == "ffn_gate_inp_shexp" and len(shape) == 1:
@@ -221,6 +204,9 @@ class _Config:
             )
         self.permutes = self._architecture == "llama"
         self._is_mixtral = self.permutes and bool(self._get("expert_count"))
+        self._more: dict[str, Any] = {}
+        if self._architecture in hybrids.ARCHITECTURES:
+            self._keys, self.tensors, self._more = hybrids.read(self.file, self.tensors)
 
     def name(self, name: str) -> str:
         """The name of a tensor in the family of this model; Mixtral has others."""
@@ -265,7 +251,7 @@ class _Config:
             "bos_token_id": self._keys.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": ends(self.file) or None,
         }
-        return config | self._window() | self._experts() | self._quantization()
+        return config | self._window() | self._experts() | self._quantization() | self._more
 
     def _quantization(self) -> dict[str, Any]:
         """What quantised matrices are stored as, by their module. A projection of all experts of a layer is
@@ -274,13 +260,17 @@ class _Config:
         block = "block_sparse_moe" if self._is_mixtral else "mlp"
         for stored, tensor in self.tensors.items():
             match = _TENSOR.fullmatch(stored)
-            if match is None or len(tensor.shape) == 1 or tensor.stored_as in _FLOATS:
+            if len(tensor.shape) == 1 or tensor.stored_as in _FLOATS:
+                continue
+            if match is None:
+                if stored.startswith("model."):  # its name already
+                    types[stored.removesuffix(".weight")] = tensor.kept_as
                 continue
             layer, last, _ = match.groups()
             known = _NAMES if layer is None else _LAYER_NAMES
-            name = f"{block}.experts.{_EXPERTS[last]}" if last in _EXPERTS else known.get(last, last)
-            stored_as = tensor.stored_as if tensor.factor is None else f"{tensor.stored_as} with a scale"
-            types[name if layer is None else f"model.layers.{int(layer)}.{name}"] = stored_as
+            names = [f"{block}.experts.{each}" for each in _EXPERTS.get(last, ())]
+            for name in names or [known.get(last, last)]:
+                types[name if layer is None else f"model.layers.{int(layer)}.{name}"] = tensor.kept_as
         return {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
 
     def _get(self, key: str) -> Any:
@@ -339,7 +329,7 @@ class _Config:
             "num_experts": count,
             "num_experts_per_tok": self._get("expert_used_count"),
             "moe_intermediate_size": self._get("expert_feed_forward_length"),
-            "norm_topk_prob": self._architecture == "qwen3moe" if norm is None else norm,
+            "norm_topk_prob": self._architecture in _NORMALISED if norm is None else norm,
             "mlp_only_layers": [n for n in sorted(layers) if f"blk.{n}.ffn_gate.weight" in self.tensors],
             "decoder_sparse_step": 1,
         }

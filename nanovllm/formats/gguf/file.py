@@ -108,6 +108,11 @@ class GGUFTensor:
     def get_shape(self) -> list[int]:
         return list(self.shape)
 
+    @property
+    def kept_as(self) -> str:
+        """The type, and what keeps its blocks from being used as they are stored."""
+        return self.stored_as if self.factor is None else f"{self.stored_as} with a scale"
+
     def get_dtype(self) -> str:
         """Always float32, which is what indexing returns; safetensors' name of it."""
         return "F32"

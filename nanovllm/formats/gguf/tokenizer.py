@@ -41,6 +41,10 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN35 = (  # Qwen2's, with marks as letters
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # The expressions that split a text, one after the other, for each name in tokenizer.ggml.pre.
 _SPLITS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
@@ -48,11 +52,12 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
+    "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
 }
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")  # need no merges
 _STARTS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-_COMPOSES = ("qwen2", "deepseek-r1-qwen")  # characters, as Unicode's NFC
+_COMPOSES = ("qwen2", "qwen35", "deepseek-r1-qwen")  # characters, as Unicode's NFC
 
 
 def write_tokenizer(file: GGUFFile, folder: Path) -> None:

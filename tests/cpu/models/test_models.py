@@ -57,14 +57,15 @@ def load(
     fuse: bool = False,
     overrides: dict[str, Any] | None = None,
     on_cpu: bool = False,
+    tp: TPGroup | None = None,
 ) -> DecoderForCausalLM:
-    """on_cpu: weights are stored as a CPU uses them."""
+    """on_cpu: weights are stored as a CPU uses them. tp: the part of this rank."""
     config = (
         load_model_config(folder) if overrides is None else load_model_config(folder, overrides=overrides)
     )
     if on_cpu:
         config = replace(config, quant=config.quant.on(Device("cpu").capability))
-    model = DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), max_model_len)
+    model = DecoderForCausalLM(config, tp or TPGroup(), ReferenceBackend(), max_model_len)
     allocate(model, WeightOptions(torch.float32, torch.device("cpu"), deterministic, fuse), config.quant)
     load_weights(model, folder)
     for layer in model.attention_layers:
