@@ -5,9 +5,8 @@ Of a model that reads images only the decoder is read; the layers for speculatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, Literal
 
 import torch
@@ -16,13 +15,14 @@ from torch import nn
 from nanovllm.families.gemma import GemmaFamily
 from nanovllm.families.qwen3_moe import MoEFamily
 from nanovllm.formats.config_json.values import layer_kinds
+from nanovllm.formats.packed_parts import PartNames
 from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.moe.layers import ExpertNames, MoE, MoESpec
 from nanovllm.quantization.base import Normed
-from nanovllm.quantization.shards import FileNames, PackedRows, WeightSource
+from nanovllm.quantization.shards import FileNames
 from nanovllm.states.layers import GatedDeltaNet, PackedStep
 from nanovllm.states.spec import StateSpec
 
@@ -88,51 +88,10 @@ class HybridLayer(nn.Module):
         return x.add(self.post_attention_layernorm, self.mlp, step, second)
 
 
-def _in_groups(tensor: WeightSource, groups: int, sizes: list[int]) -> list[torch.Tensor]:
-    """The parts of a tensor of which each of `groups` equal ranges of rows holds a part of each; sizes: how
-    their lengths compare."""
-    whole = tensor if isinstance(tensor, torch.Tensor) else tensor[:]
-    ranges = whole.unflatten(0, (groups, -1))
-    lengths = [ranges.shape[1] * size // sum(sizes) for size in sizes]
-    return [part.flatten(0, 1) for part in ranges.split(lengths, dim=1)]
-
-
 @dataclass(frozen=True)
-class HybridNames(FileNames):
+class HybridExpertNames(ExpertNames, PartNames):
     """Names of files that hold queries beside gates, head by head, and in Qwen3-Next all of a key head's
-    projections one after the other."""
-
-    heads: int = field(kw_only=True)
-    state: StateSpec = field(kw_only=True)
-
-    def tensors(
-        self, full_name: str, tensor: WeightSource, packed_rows: PackedRows
-    ) -> Iterator[tuple[str, WeightSource]]:
-        path, _, param = (self.named(full_name) or "").rpartition(".")
-        parent, _, module = path.rpartition(".")
-        parts = self.packed.get(module)
-        groups = {"q_proj": self.heads, "in_proj_qkvz": self.state.k_heads, "in_proj_ba": self.state.k_heads}
-        shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape()
-        count = groups.get(module)
-        if parts is None or count is None or prod(shape) == 1:  # a scale of the whole tensor
-            yield from super().tensors(full_name, tensor, packed_rows)
-            return
-        parts = packed_rows(full_name, shape, parts)
-        if shape[0] != sum(parts.values()):  # of another length: the checker names it
-            yield path + "." + param, tensor
-            return
-        if any(rows % count for rows in parts.values()):
-            raise ValueError(
-                f"{full_name}: its blocks hold rows of several heads, whose parts are needed apart"
-            )
-        sizes = [rows // count for rows in parts.values()]
-        for part, rows in zip(parts, _in_groups(tensor, count, sizes), strict=True):
-            yield f"{parent}.{part}.{param}", rows
-
-
-@dataclass(frozen=True)
-class HybridExpertNames(ExpertNames, HybridNames):
-    """The same with experts."""
+    projections one after the other; with experts."""
 
 
 @dataclass(frozen=True)
@@ -194,11 +153,12 @@ class _Hybrid(ModelFamily):
             packed["in_proj_ba"] = {"in_proj_b": state.v_heads, "in_proj_a": state.v_heads}
         else:
             packed["in_proj_qkv"] = qkv
-        moe, heads = config.moe, config.num_heads
+        moe = config.moe
+        heads = {"q_proj": config.num_heads, **dict.fromkeys(("in_proj_qkvz", "in_proj_ba"), state.k_heads)}
         if isinstance(moe, MoESpec):
             last = moe.projections[-1]
-            return HybridExpertNames(packed, _PREFIXES, last, spec=moe, heads=heads, state=state)
-        return HybridNames(packed, _PREFIXES, heads=heads, state=state)
+            return HybridExpertNames(packed, _PREFIXES, last, spec=moe, by_heads=heads)
+        return PartNames(packed, _PREFIXES, by_heads=heads)
 
 
 class HybridMoEFamily(_Hybrid, MoEFamily):

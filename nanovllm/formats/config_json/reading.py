@@ -20,6 +20,7 @@ from nanovllm.formats.config_json.values import (
     rope_config,
     window_length,
 )
+from nanovllm.formats.packed_parts import PartNames
 from nanovllm.models.config import FULL, SLIDING, HFConfig, ModelConfig, ModelFamily
 from nanovllm.quantization.config import quant_config
 
@@ -59,7 +60,7 @@ def model_config(
     _refuse_unsupported(hf, family.reads)
     stop = eos_token_ids(hf, generation or {})
     config = family.read(hf)
-    if config.names.packed and not quant.keeps_rows:
+    if config.names.packed and not (quant.keeps_rows or isinstance(config.names, PartNames)):
         raise ValueError(
             f"config.json: quantization_config: weights of 4 bits are not supported in {architecture}, "
             f"whose checkpoints hold several projections as one ({', '.join(config.names.packed)}); use "

@@ -19,7 +19,8 @@ from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.config import QuantConfig
 
 _GROUPS = (32, 64, 128, -1)
-_ROUTERS = (r"\.gate$", r"\.shared_expert_gate$")  # AutoAWQ and GPTQModel leave them, and do not say so
+# AutoAWQ and GPTQModel leave routers and the gates of states, and do not say so.
+_ROUTERS = (r"\.gate$", r"\.shared_expert_gate$", r"\.in_proj_(a|b|ba)$")
 _KEY = "config.json: quantization_config"
 
 
