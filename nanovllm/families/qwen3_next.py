@@ -23,6 +23,7 @@ from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.moe.layers import ExpertNames, MoE, MoESpec
 from nanovllm.quantization.base import Normed
 from nanovllm.quantization.shards import FileNames
+from nanovllm.states.kernels.sigmoid_gate import sigmoid_gate
 from nanovllm.states.layers import GatedDeltaNet, PackedStep
 from nanovllm.states.spec import StateSpec
 
@@ -43,7 +44,7 @@ class GatedAttention(Attention):
         self.g_proj = MergedColumnParallelLinear(config.hidden_size, size, build.tp, config.qkv_bias)
 
     def gated(self, attended: torch.Tensor, x: Normed) -> torch.Tensor:
-        return attended * torch.sigmoid(self.g_proj(x))
+        return sigmoid_gate(attended, self.g_proj(x))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _PER_WORD = 8
 
 @dataclass(frozen=True)
 class PartNames(FileNames):
-    """Names of files whose packed tensors are split in 4 bits too, and which hold parts of a head together."""
+    """Names of files whose packed tensors are split in 4 bits too, and may hold parts of a head together."""
 
     by_heads: Mapping[str, int] = field(default_factory=dict, hash=False, kw_only=True)  # heads, by module
 

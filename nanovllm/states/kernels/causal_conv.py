@@ -179,7 +179,8 @@ def _conv_step_kernel(
     tl.store(out_ptr + index * C + channels, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor) -> None:
+def check_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor) -> None:
+    """ValueError for sizes that do not fit each other."""
     channels, k = weight.shape
     if k < 2 or x.shape[1:] != weight.shape[:1] or pool.shape[1:] != (k - 1, channels):
         raise ValueError(
@@ -208,7 +209,7 @@ def causal_conv_triton(
     x: [T, C] with contiguous rows. weight: [C, K], the last column for the present token. bias: [C] or None.
     pool: [rows, K - 1, C], each row contiguous. ValueError for other shapes.
     """
-    _check(x, weight, bias, pool)
+    check_conv(x, weight, bias, pool)
     channels, k = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     chunks = len(packed.chunk_counts)
@@ -261,7 +262,7 @@ def causal_conv_step_triton(
     x: [S, C]. rows: [S] int32 or int64, each row of the pool at most once; PADDING changes nothing, and its
     result is 0. `rows` must be an input of the step, not the result of a kernel.
     """
-    _check(x, weight, bias, pool)
+    check_conv(x, weight, bias, pool)
     sequences, channels = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if sequences:
@@ -303,7 +304,7 @@ def causal_conv_reference(
     saves: Saves | None = None,
 ) -> torch.Tensor:
     """`causal_conv` in plain torch; float64 stays float64."""
-    _check(x, weight, bias, pool)
+    check_conv(x, weight, bias, pool)
     out, before = torch.zeros_like(x), weight.shape[1] - 1
     for each in places(packed, saves):
         old = x.new_zeros(before, x.shape[1])
@@ -322,7 +323,7 @@ def causal_conv_step_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
     """`causal_conv_step` in plain torch; float64 stays float64."""
-    _check(x, weight, bias, pool)
+    check_conv(x, weight, bias, pool)
     out, live = torch.zeros_like(x), (rows != PADDING).nonzero()[:, 0]
     mine = rows[live].long()
     inputs = torch.cat([pool[mine].to(x.dtype), x[live, None]], dim=1)
@@ -331,5 +332,7 @@ def causal_conv_step_reference(
     return out
 
 
-causal_conv = by_device(causal_conv_triton, causal_conv_reference)
-causal_conv_step = by_device(causal_conv_step_triton, causal_conv_step_reference)
+causal_conv = by_device(causal_conv_triton, causal_conv_reference, "causal_conv.causal_conv")
+causal_conv_step = by_device(
+    causal_conv_step_triton, causal_conv_step_reference, "causal_conv.causal_conv_step"
+)

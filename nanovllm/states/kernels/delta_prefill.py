@@ -397,4 +397,4 @@ def delta_prefill_triton(
     return out
 
 
-delta_prefill = by_device(delta_prefill_triton, delta_prefill_reference)
+delta_prefill = by_device(delta_prefill_triton, delta_prefill_reference, "delta_rule.delta_prefill")

@@ -175,4 +175,4 @@ def delta_step_reference(
     return out
 
 
-delta_step = by_device(delta_step_triton, delta_step_reference)
+delta_step = by_device(delta_step_triton, delta_step_reference, "delta_rule.delta_step")

@@ -44,7 +44,8 @@ def _gated_norm_kernel(
     tl.store(out_ptr + token[:, None] * (HEADS * N) + inner, (weighted * gate).to(dtype), mask=mask)
 
 
-def _check(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor) -> None:
+def check_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor) -> None:
+    """ValueError for shapes or dtypes that do not fit each other."""
     if x.ndim != 3 or x.shape != z.shape or weight.shape != x.shape[2:]:
         raise ValueError(
             f"x and z are [T, heads, N] and weight [N], but they have {[*x.shape]}, {[*z.shape]} and "
@@ -61,7 +62,7 @@ def gated_norm_triton(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, ep
     all heads. The norm is in float32, rounded to the dtype, times weight, rounded, times silu(z) in float32,
     rounded. ValueError for other shapes or dtypes.
     """
-    _check(x, z, weight)
+    check_norm(x, z, weight)
     tokens, heads, n = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel():
@@ -90,10 +91,10 @@ def gated_norm_triton(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, ep
 
 def gated_norm_reference(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`gated_norm` in plain torch; float64 stays float64."""
-    _check(x, z, weight)
+    check_norm(x, z, weight)
     x_wide = wide(x)
     normed = (x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return (wide(normed * weight) * F.silu(wide(z))).to(x.dtype)
 
 
-gated_norm = by_device(gated_norm_triton, gated_norm_reference)
+gated_norm = by_device(gated_norm_triton, gated_norm_reference, "gated_norm.gated_norm")
