@@ -7,7 +7,7 @@ A step can be recorded if it computes with kernels alone; this module finds out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.cpu import isa
 from nanovllm.cpu.kernels.checking import CHECKED
+from nanovllm.cpu.kernels.launch import Launch, recorder
 from nanovllm.cpu.kernels.recording import Arena, Recording
 from nanovllm.cpu.kernels.team import team_size
 
@@ -55,6 +56,25 @@ class _OnlyKernels(TorchDispatchMode):
         return result
 
 
+class _Rehearsal:
+    """Takes launches and runs none, so that a step which cannot be recorded has moved no state."""
+
+    def launch(self, launch: Launch) -> None:
+        return
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    @classmethod
+    def of(cls, step: Callable[[], Any]) -> None:
+        """Let a step call what it calls."""
+        token = recorder.set(cls())
+        try:
+            step()
+        finally:
+            recorder.reset(token)
+
+
 def _is_view(result: Any, source: torch.Tensor) -> bool:
     each = result if isinstance(result, torch.Tensor) else next(iter(result), source)
     return each.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
@@ -91,7 +111,7 @@ class RecordedSteps:
 
     def run(self, key: object, make_step: Callable[[], Callable[[], Any]]) -> Any:
         """The output of the step: of the recording `key`, or of the step that `make_step` makes, which is
-        recorded. Valid until the next run. None if it cannot be recorded; then it has stored no token.
+        recorded. Valid until the next run. None if it cannot be recorded; then nothing of it has run.
         """
         if self._threads != team_size():  # scratch memory is for this number of threads
             self._forget()
@@ -104,6 +124,7 @@ class RecordedSteps:
             del self._recordings[next(iter(self._recordings))]
         try:
             with _OnlyKernels():
+                _Rehearsal.of(step)
                 found = Recording.record(step, self._arena)
         except _NotRecordableError as error:
             self.reason = str(error)

@@ -239,9 +239,7 @@ class ModelRunner(BatchRunner):
     def capture_cudagraph(self, progress: bool = False) -> None:
         """Capture decode steps for batch sizes that cover `max_num_seqs`, over the fixed input buffer; on a
         CPU, record the steps that follow."""
-        if not (
-            self.config.enforce_eager or self.device.is_cuda or self.tp.size > 1 or self.model.state_layers
-        ):
+        if not (self.config.enforce_eager or self.device.is_cuda or self.tp.size > 1):
             self.recorded = cpu_door("recorded_steps")()
         if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
             return
