@@ -1,7 +1,7 @@
 """The gated delta rule on a CPU, of packed sequences and of one token of each, in place in a pool of states.
 
 A program is some columns of a head's state of a sequence. No column depends on another one, so they stay in
-the first-level cache while all tokens go by, one after the other. The chunks of `states/kernels` need more
+the first-level cache while all tokens go by, one after the other. The chunks of `states/kernels` would save no
 products, and here a token's bits depend on no cut of its sequence.
 """
 
