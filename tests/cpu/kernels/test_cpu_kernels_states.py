@@ -111,7 +111,7 @@ def test_convolution(channels: int, k: int, bias: bool, dtype: torch.dtype) -> N
 
 
 def test_a_convolution_in_pieces() -> None:
-    case = state_cases.make_conv_case(24, 4, [75], [0])
+    case = state_cases.make_conv_case(80, 4, [75], [0])
     run = causal_conv
     expected = run(case.x, case.weight, None, case.pool.clone(), packed_of([75], [0], case.rows))
     for sizes in ([40, 35], [2, 73], [1, 1, 1, 72]):

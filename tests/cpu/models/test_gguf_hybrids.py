@@ -198,7 +198,7 @@ def test_an_engine_with_blocks(tmp_path: Path) -> None:
         pairs = zip(output.prompt_logprobs[1:], PROMPT[1:], strict=True)
         given.append(torch.tensor([each[token].logprob for each, token in pairs]))
     own = expected[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
-    torch.testing.assert_close(given[0], given[1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(given[0], given[1], rtol=0, atol=0.05)  # activations of 8 bits
     assert (given[0] - own).abs().mean() < 0.5
 
 
