@@ -1,8 +1,8 @@
 """The gated delta rule on a CPU, of packed sequences and of one token of each, in place in a pool of states.
 
 A program is some columns of a head's state of a sequence. No column depends on another one, so they stay in
-the first-level cache while all tokens go by, one after the other. The chunks of `states/kernels` would save no
-products, and here a token's bits depend on no cut of its sequence.
+the first-level cache while all tokens go by, one after the other. Chunks would save no products, and here a
+token's bits depend on no cut of its sequence.
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ def _make_parts(dtype: str, gate: str, a_log_: str, bias: str, pool_: str, vecto
             store_f32(known + 64, n1)
 
     @jit
-    def gates_of(a: int, b: int, a_log: int, dt_bias: int) -> tuple[Any, Any]:
+    def gates_of(a: int, b: int, a_log: int, dt_bias: int, most: float) -> tuple[Any, Any]:
         beta = div(splat(one), add(splat(one), exp(sub(splat(zero), splat(get_gate(b))))))
         own = decay(splat(get_gate(a)), splat(get_a_log(a_log)), splat(get_bias(dt_bias)))
-        return own, rounded(beta)
+        return own, mul(rounded(beta), splat(most))
 
     return {"begin": begin, "move": move, "keep": keep, "normed": normed, "gates_of": gates_of}
 
@@ -185,6 +185,7 @@ def _make_prefill(*variant: Any) -> Callable[..., None]:
         v_heads: int,
         dk: int,
         dv: int,
+        most_beta: float,
         blocks: int,
         scale: float,
         program: int,
@@ -226,7 +227,7 @@ def _make_prefill(*variant: Any) -> Callable[..., None]:
             normed(q, queries, dk, scale)
             if not is_last:
                 normed(k + qkv_stride * size, new_keys, dk, 1.0)
-            kept, beta = gates_of(a, b, a_log, dt_bias)
+            kept, beta = gates_of(a, b, a_log, dt_bias, most_beta)
             target = 0
             if is_last and save >= last_save and row >= 0:
                 target = cells + row * pool_stride * state_size
@@ -291,6 +292,7 @@ def _make_step(rows_dtype: str, *variant: Any) -> Callable[..., None]:
         v_heads: int,
         dk: int,
         dv: int,
+        most_beta: float,
         blocks: int,
         scale: float,
         program: int,
@@ -315,7 +317,7 @@ def _make_step(rows_dtype: str, *variant: Any) -> Callable[..., None]:
         begin(cells, state, keys, dk, state_row)
         a += (sequence * a_stride + head) * gate_size
         b += (sequence * b_stride + head) * gate_size
-        kept, beta = gates_of(a, b, a_log + head * a_log_size, dt_bias + head * bias_size)
+        kept, beta = gates_of(a, b, a_log + head * a_log_size, dt_bias + head * bias_size, most_beta)
         v_ = qkv + (2 * k_heads * dk + head * dv + column) * size
         move(state, keys, queries, keys, v_, out, cells, dk, state_row, kept, beta)
 
@@ -366,8 +368,13 @@ def delta_prefill(
 
 
 def delta_step(
-    qkv: torch.Tensor, gates: Gates, heads: DeltaHeads, pool: torch.Tensor, rows: torch.Tensor
+    qkv: torch.Tensor,
+    gates: Gates,
+    heads: DeltaHeads,
+    pool: torch.Tensor,
+    rows: torch.Tensor,
+    invariant: bool = False,
 ) -> torch.Tensor:
-    """`delta_step` of states/kernels/delta_step.py."""
+    """`delta_step` of states/kernels/delta_step.py. invariant: no bit depends on other rows in any case."""
     assert rows.is_contiguous()
     return _launch(_STEP, (_INTEGERS[rows.dtype],), len(qkv), qkv, gates, heads, pool, (rows,))

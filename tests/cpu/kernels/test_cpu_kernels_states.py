@@ -13,6 +13,8 @@ from nanovllm.cpu.kernels.causal_conv import causal_conv, causal_conv_step
 from nanovllm.cpu.kernels.delta_rule import delta_prefill, delta_step
 from nanovllm.cpu.kernels.gated_norm import gated_norm
 from nanovllm.states.kernels.delta_heads import DeltaHeads
+from nanovllm.states.kernels.delta_prefill_reference import delta_prefill_reference
+from nanovllm.states.kernels.delta_step import delta_step_reference
 from nanovllm.states.kernels.packed import Saves
 from nanovllm.states.kernels.sigmoid_gate import sigmoid_gate, sigmoid_gate_reference
 
@@ -55,6 +57,24 @@ def test_a_step_has_the_bits_of_a_prompt(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("heads", [HEADS, WIDE], ids=str)
 def test_one_token_of_each(heads: DeltaHeads, dtype: torch.dtype) -> None:
     check_step(delta_step, make_case(heads, [1] * 5, [3, 64, 1, 99, 7], dtype=dtype))
+
+
+def test_a_beta_up_to_2() -> None:
+    """Of models that allow negative eigenvalues: prompts and steps as their twins."""
+    case = make_case(HEADS._replace(most_beta=2.0), [20, 33], [64, 0])
+    pools = case.pool.clone(), case.pool.clone()
+    found, twin = (
+        run(case.qkv, case.gates, case.heads, pool, case.packed)
+        for run, pool in zip((delta_prefill, delta_prefill_reference), pools, strict=True)
+    )
+    assert_close(found, twin, 5e-5)
+    assert_close(pools[0].nan_to_num(), pools[1].nan_to_num(), 5e-5)
+    rows, few = torch.tensor(case.rows), case.gates._replace(a=case.gates.a[:2], b=case.gates.b[:2])
+    found, twin = (
+        run(case.qkv[:2], few, case.heads, pool, rows)
+        for run, pool in zip((delta_step, delta_step_reference), pools, strict=True)
+    )
+    assert_close(found, twin, 5e-5)
 
 
 def test_other_pools_and_gates() -> None:
