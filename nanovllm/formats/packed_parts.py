@@ -108,7 +108,10 @@ def _parts(
 ) -> Iterator[tuple[str, WeightSource]]:
     start = 0
     for module, size in sizes.items():
-        where = (axis, groups, start, size)
-        part = _selected(tensor, *where) if isinstance(tensor, torch.Tensor) else _Part(tensor, *where)
+        part: WeightSource
+        if isinstance(tensor, torch.Tensor):
+            part = _selected(tensor, axis, groups, start, size)
+        else:
+            part = _Part(tensor, axis, groups, start, size)
         yield f"{module}.{param}", part
         start += size

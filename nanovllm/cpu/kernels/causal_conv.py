@@ -212,7 +212,7 @@ def causal_conv(
     places = (packed.starts, packed.positions, packed.rows, packed.sources, *(saves or (None, None, None)))
     (channels, kernel), blocks = weight.shape, -(-weight.shape[0] // _CHANNELS)
     numbers = channels, kernel, x.stride(0), pool.stride(0), blocks
-    _PREFILL.launch(dtypes, len(packed.rows) * blocks, *first, *places, *numbers)
+    _PREFILL.launch(dtypes, len(packed.rows) * blocks, *(*first, *places, *numbers))
     assert first[3] is not None
     return first[3]
 
@@ -228,5 +228,5 @@ def causal_conv_step(
     channels, kernel = weight.shape
     numbers = channels, kernel, x.stride(0), pool.stride(0), len(x)
     variant = (_INTEGERS[rows.dtype], *dtypes)
-    _STEP.launch(variant, -(-channels // _CHANNELS), *first, rows, *numbers)
+    _STEP.launch(variant, -(-channels // _CHANNELS), *(*first, rows, *numbers))
     return first[3]

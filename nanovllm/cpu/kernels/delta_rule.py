@@ -21,8 +21,9 @@ _LANES = 16
 _INTEGERS = {torch.int32: "int32", torch.int64: "int64"}
 
 
-def _make_parts(dtype: str, gate: str, a_log_: str, bias: str, pool_: str, vectors: int) -> dict[str, Any]:
-    """What both kernels call. vectors: of 16 columns in a program, 1 or 2."""
+def _make_parts(variant: tuple[Any, ...]) -> dict[str, Any]:
+    """What both kernels call. variant: dtypes, and vectors of 16 columns in a program, 1 or 2."""
+    dtype, gate, a_log_, bias, pool_, vectors = variant
     from numpy import float32
 
     from nanovllm.cpu.kernels import vectors as v
@@ -153,7 +154,7 @@ def _make_prefill(*variant: Any) -> Callable[..., None]:
     from nanovllm.cpu.kernels import vectors as v
 
     dtype, gate, a_log_, bias, pool_, vectors = variant
-    parts = _make_parts(*variant)
+    parts = _make_parts(variant)
     begin, move, keep, normed, gates_of = (
         parts[name] for name in ("begin", "move", "keep", "normed", "gates_of")
     )
@@ -267,7 +268,7 @@ def _make_step(rows_dtype: str, *variant: Any) -> Callable[..., None]:
     from nanovllm.cpu.kernels import vectors as v
 
     dtype, gate, a_log_, bias, pool_, vectors = variant
-    parts = _make_parts(*variant)
+    parts = _make_parts(variant)
     begin, move, normed, gates_of = (parts[name] for name in ("begin", "move", "normed", "gates_of"))
     get_row, row_size = {"int32": (v.get_i32, 4), "int64": (v.get_i64, 8)}[rows_dtype]
     size, gate_size, a_log_size, bias_size = v.SIZES[dtype], v.SIZES[gate], v.SIZES[a_log_], v.SIZES[bias]
