@@ -27,8 +27,8 @@ class Logprob:
     decoded_token: str | None = None
 
 
-SampleLogprobs: TypeAlias = "list[dict[int, Logprob]]"  # for each output token, by token id
-PromptLogprobs: TypeAlias = "list[dict[int, Logprob] | None]"  # the first token has none
+SampleLogprobs: TypeAlias = list[dict[int, Logprob]]  # for each output token, by token id
+PromptLogprobs: TypeAlias = list[dict[int, Logprob] | None]  # the first token has none
 
 
 class _Listed:

@@ -31,6 +31,7 @@ from nanovllm.jobs.job import engine_fields
 from nanovllm.jobs.params import make_params
 from nanovllm.jobs.runner import WINDOW_ROWS
 from nanovllm.jobs.sources import QUOTINGS
+from nanovllm.names import nearest
 from nanovllm.params import SamplingParams
 from nanovllm.tune.arguments import add_tune
 from nanovllm.vllm.arguments import ENGINE, elsewhere
@@ -127,8 +128,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if not given:
         parser.print_help()
         parser.exit()
-    if given and given[0] not in commands.choices and (write := elsewhere(given[0])) is not None:
-        parser.error(f"there is no command {given[0]!r}; {write}")
+    if not given[0].startswith("-") and given[0] not in commands.choices:
+        parser.error(f"there is no command {given[0]!r}; {nearest(given[0], commands.choices)}")
     # Before argparse says what else is missing. vLLM's `chat` is a command, ours a flag.
     for each in given[1:]:
         name = _name(each)

@@ -300,7 +300,8 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
         ([*RUN, "--template", "@/none"], "No such file"),
         ([*RUN, "--chat-template-kwargs", "1"], "must be a JSON object"),
         ([*RUN, "--max-num-sqs", "1"], "unrecognized arguments: --max-num-sqs 1; did you mean --max-num-s"),
-        (["sing"], "invalid choice: 'sing'"),
+        (["sing"], "there is no command 'sing'; it knows: run, check, version, doctor"),
+        (["runn"], "there is no command 'runn'; did you mean 'run'"),
     ],
 )
 def test_wrong_arguments(argv: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
