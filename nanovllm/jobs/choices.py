@@ -43,9 +43,9 @@ def parse_choices(text: str) -> list[str]:
         raise ValueError(f"there are 2 to {_MOST_CHOICES:,} choices, not {len(found)}: {text[:200]!r}")
     for place, each in enumerate(found):
         if not each.strip():
-            raise ValueError(f"choice {place + 1} is empty; remove a comma too many, or give it a text")
+            raise ValueError(f"choice {place + 1} is empty; leave out a comma too many, or give it a text")
         if each in found[:place]:
-            raise ValueError(f"the choice {each!r} comes twice; remove one")
+            raise ValueError(f"the choice {each!r} comes twice; name it once")
         check_text(each, f"choice {place + 1}")
     return found
 
@@ -225,7 +225,7 @@ class Choices:
             if tail in tails[:place]:
                 other = self.texts[tails.index(tail)]
                 raise ValueError(
-                    f"the choices {other!r} and {self.texts[place]!r} have the same tokens; remove one"
+                    f"the choices {other!r} and {self.texts[place]!r} have the same tokens; leave one out"
                 )
 
     @cached_property

@@ -227,6 +227,7 @@ def test_every_step_up_to_the_largest_fits(size: StepSize) -> None:
 
     count = 2
     batch = replace(
+        EMPTY_BATCH,
         slots=np.arange(count),
         token_ids=np.ones(count, np.int32),
         query_lens=np.ones(count, np.int32),

@@ -176,7 +176,7 @@ def test_what_cannot_be_chosen_from_is_refused(
 ) -> None:
     for given, why in [
         ("yes", "there are 2 to 1,000 choices, not 1"),
-        ("yes,", "choice 2 is empty; remove a comma too many"),
+        ("yes,", "choice 2 is empty; leave out a comma too many"),
         ("yes,no,yes", "the choice 'yes' comes twice"),
         ('["a", 3]', "a JSON list of strings"),
         ('["a"', "is no JSON list of choices"),

@@ -143,7 +143,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 class Chatting(FakeLLM):
     """Has a chat template, and answers with its prompt."""
 
-    tokenizer = Mock(chat_template="{{ messages }}")
+    tokenizer = Mock(chat_template="{{ messages }}", return_value={"input_ids": [[1]]})
 
     def answer(self, index: int, prompt: dict[str, Any], params: Any) -> Any:
         output = super().answer(index, prompt, params)
@@ -201,7 +201,7 @@ def test_a_template_fills_the_message(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_chat_needs_a_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Base(FakeLLM):
-        tokenizer = Mock(chat_template=None)
+        tokenizer = Mock(chat_template=None, return_value={"input_ids": [[1]]})
 
     source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
     assert run(source, "-o", tmp_path / "out.jsonl", "--chat", make_llm=Base) == 2

@@ -142,7 +142,7 @@ def test_a_model_without_a_chat_template(tmp_path: Path, capsys: pytest.CaptureF
     source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
 
     class WithoutTemplate(FakeLLM):
-        tokenizer = Mock(chat_template=None)
+        tokenizer = Mock(chat_template=None, return_value={"input_ids": [[1]]})
 
     for more in (["--messages-column", "messages"], ["--chat-template-kwargs", '{"a": 1}']):
         assert run(source, "-o", out, *more, make_llm=WithoutTemplate) == 2

@@ -165,7 +165,7 @@ def test_a_line_and_a_journal_of_endless_lists(tmp_path: Path, capsys: pytest.Ca
 class WithoutTemplate(FakeLLM):
     """Refuses long prompts like an engine; its model has no chat template."""
 
-    tokenizer = Mock(chat_template=None)
+    tokenizer = Mock(chat_template=None, return_value={"input_ids": [[1]]})
 
     def answer(self, index: int, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
         output = super().answer(index, prompt, params)
