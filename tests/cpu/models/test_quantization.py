@@ -14,7 +14,7 @@ from tiny_models import edit_json, write_tiny_model
 from torch import nn
 
 from nanovllm.cpu import isa
-from nanovllm.cpu.dense import ONEDNN_NUMEL, ReorderedLinearMethod, torch_linear
+from nanovllm.cpu.dense import ONEDNN_NUMEL, ReorderedLinearMethod, can_reorder, torch_linear
 from nanovllm.formats.dummy import init_dummy_weights
 from nanovllm.models.weights import load_weights
 from nanovllm.quantization.base import Kind, LinearMethod
@@ -128,7 +128,7 @@ def test_reordered_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(isa, "level", lambda: "torch")
     shape, layer = (1023, 515), nn.Module()
     options = WeightOptions(dtype, torch.device("cpu"))
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if dtype == torch.bfloat16 and not can_reorder(shape, options):
         assert not isinstance(dense_method(shape, options, "linear"), ReorderedLinearMethod)
         return
     method = dense_method(shape, options, "linear")
