@@ -7,35 +7,39 @@ an answer.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 WIDTH = 32  # tokens that are compared at once: prompts become neighbours if they share so many
 _CHUNK = 2**14  # prompts whose tokens are copied at once
-# The tokens [depth, depth + WIDTH) of prompts, int32 [prompts, WIDTH]. All of them have so many.
-Window = Callable[[np.ndarray, int], np.ndarray]
+MOST_TOKENS = 2**25  # of prompts that are ordered at once, which are copied for it: 128 MiB
 # Odd factors: the sum of products modulo 2**64 is a hash (Dietzfelbinger, 1996). Where two are equal by
 # chance, neighbours share nothing, which costs time only.
 _FACTORS = np.random.default_rng(0).integers(0, 2**64, WIDTH // 2 + 1, np.uint64) | np.uint64(1)
 
 
-def tree_order(lengths: np.ndarray, window: Window) -> np.ndarray:
+def tree_order(token_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """The prompts in the order of a walk through the tree of their beginnings: indices, int32 [prompts].
 
-    lengths: [prompts], in tokens. A branch is where its first prompt is, and within it prompts keep their
-    order. So prompts that share nothing stay in place.
+    token_ids: int32, all prompts one after the other. offsets: int64 [prompts + 1], where each begins, and
+    the end. A branch is where its first prompt is, and within it prompts keep their order. So prompts that
+    share nothing stay in place.
     """
-    order = np.arange(len(lengths), dtype=np.int32)
+    starts, ends = offsets[:-1], offsets[1:]
+    longest = int(np.diff(offsets).max(initial=0))
+    windows = sliding_window_view(token_ids, WIDTH) if len(token_ids) >= WIDTH else token_ids
+    order = np.arange(len(starts), dtype=np.int32)
     places = order.copy()  # in the order, of prompts that share their first `depth` tokens with another
-    branches = np.zeros(len(lengths), np.int32)  # of these: the first place of their branch
-    for depth in range(0, int(lengths.max(initial=0)) - WIDTH + 1, WIDTH):
-        places, branches = _going_on(lengths[order[places]] >= depth + WIDTH, places, branches)
+    branches = np.zeros(len(starts), np.int32)  # of these: the first place of their branch
+    for depth in range(0, longest - WIDTH + 1, WIDTH):
+        rows = order[places]
+        places, branches = _going_on(ends[rows] - starts[rows] >= depth + WIDTH, places, branches)
         if not len(places):
             break
         rows = order[places]
-        hashes = _hashes(rows, depth, window)
+        hashes = _hashes(windows, offsets, rows, depth)
         begins = np.flatnonzero(np.concatenate(([True], branches[1:] != branches[:-1])))
         parts = np.maximum.reduceat(hashes, begins) != np.minimum.reduceat(hashes, begins)
         if parts.all():
@@ -78,11 +82,11 @@ def _parted(
     return rows[walk], places[first[walk]]
 
 
-def _hashes(rows: np.ndarray, depth: int, window: Window) -> np.ndarray:
-    """A hash of the tokens of each row in the window at `depth`: uint64 [rows]."""
+def _hashes(windows: np.ndarray, offsets: np.ndarray, rows: np.ndarray, depth: int) -> np.ndarray:
+    """A hash of the WIDTH tokens of each row at `depth`: uint64 [rows]."""
     hashes = np.empty(len(rows), np.uint64)
     for start in range(0, len(rows), _CHUNK):
-        tokens = window(rows[start : start + _CHUNK], depth)
+        tokens = windows[offsets[rows[start : start + _CHUNK]] + depth]
         hashes[start : start + _CHUNK] = np.dot(tokens.view(np.uint64), _FACTORS[:-1])
     return hashes
 
@@ -98,23 +102,13 @@ T = TypeVar("T", bound=Prompted)
 
 
 def by_prefix(requests: list[T]) -> list[T]:
-    """Requests in `tree_order` of their prompts."""
-    prompts = [each.prompt_token_ids for each in requests]
-    lengths = np.fromiter(map(len, prompts), np.int32, len(prompts))
-    return [requests[row] for row in tree_order(lengths, window_of(prompts)).tolist()]
-
-
-def window_of(prompts: Sequence[array[int]]) -> Window:
-    """The windows of prompts that are arrays of int32."""
-
-    def window(rows: np.ndarray, depth: int) -> np.ndarray:
-        parts = [prompts[row][depth : depth + WIDTH].tobytes() for row in rows.tolist()]
-        return np.frombuffer(b"".join(parts), np.int32).reshape(-1, WIDTH)
-
-    return window
-
-
-def flat_window(token_ids: np.ndarray, offsets: np.ndarray) -> Window:
-    """The windows of prompts that stand one after the other. token_ids: int32; offsets: of each prompt."""
-    views = np.lib.stride_tricks.sliding_window_view(token_ids, WIDTH)
-    return lambda rows, depth: views[offsets[rows] + depth]
+    """Requests in `tree_order` of their prompts, in portions of MOST_TOKENS tokens."""
+    ends = np.cumsum([0, *[len(each.prompt_token_ids) for each in requests]])
+    ordered: list[T] = []
+    while len(ordered) < len(requests):
+        first = len(ordered)
+        end = max(first + 1, int(np.searchsorted(ends, ends[first] + MOST_TOKENS, side="right")) - 1)
+        flat = np.frombuffer(b"".join([each.prompt_token_ids for each in requests[first:end]]), np.int32)
+        order = tree_order(flat, ends[first : end + 1] - ends[first])
+        ordered += [requests[first + row] for row in order.tolist()]
+    return ordered

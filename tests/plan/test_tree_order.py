@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.order.tree import WIDTH, by_prefix, flat_window, tree_order, window_of
+from nanovllm.order import tree
+from nanovllm.order.tree import WIDTH, by_prefix, tree_order
 
 
 def in_branches(prompts: list[array[int]]) -> list[int]:
@@ -53,12 +54,9 @@ PARTS = st.lists(st.sampled_from([0, 1, 2]), max_size=4)
 @given(st.lists(st.tuples(PARTS, st.integers(0, WIDTH - 1)), max_size=40))
 def test_branches_are_together_and_all_else_in_place(shapes: list[tuple[list[int], int]]) -> None:
     prompts = [array("i", np.repeat(parts, WIDTH).tolist() + [7] * more) for parts, more in shapes]
-    lengths = np.array([len(each) for each in prompts], np.int32)
-    order = tree_order(lengths, window_of(prompts))
+    flat = np.array([token for prompt in prompts for token in prompt], np.int32)
+    order = tree_order(flat, np.cumsum([0, *map(len, prompts)]))
     assert order.dtype == np.int32 and order.tolist() == in_branches(prompts)
-    flat = np.array([token for prompt in prompts for token in prompt] + [0] * WIDTH, np.int32)
-    offsets = np.cumsum(lengths, dtype=np.int64) - lengths
-    assert tree_order(lengths, flat_window(flat, offsets)).tolist() == order.tolist()
     assert [each.number for each in by_prefix(requests_of(prompts))] == order.tolist()
 
 
@@ -76,12 +74,22 @@ def test_memory(shared: int) -> None:
     count, length = 200_000, 100
     rows = np.random.default_rng(0).integers(0, 150_000, (count, length), np.int32)
     rows[:, :shared] = rows[np.arange(count) % 3, :shared]
-    lengths, offsets = np.full(count, length, np.int32), np.arange(count, dtype=np.int64) * length
-    window = flat_window(rows.reshape(-1), offsets)
+    flat, offsets = rows.reshape(-1), np.arange(count + 1, dtype=np.int64) * length
     tracemalloc.start()
-    order = tree_order(lengths, window)
+    order = tree_order(flat, offsets)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     expected = np.arange(count) if not shared else np.concatenate([np.arange(n, count, 3) for n in range(3)])
     assert order.tolist() == expected.tolist()
     assert most <= 60 * count + 6 * 2**20
+
+
+def test_many_tokens_are_ordered_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer prompt than a portion is one of its own."""
+    monkeypatch.setattr(tree, "MOST_TOKENS", 5 * WIDTH)
+    prompts = [
+        array("i", [kind] * WIDTH * many)
+        for kind, many in [(1, 1), (2, 1), (1, 1), (3, 9), (2, 2), (1, 1), (2, 1)]
+    ]
+    found = [each.number for each in by_prefix(requests_of(prompts))]
+    assert found == [0, 2, 1, 3, 4, 6, 5] and by_prefix(requests_of([])) == []
