@@ -28,6 +28,7 @@ class WeightLayer(nn.Module):
 
     method: LinearMethod  # of the weight that was declared with a kind
     options: WeightOptions
+    deterministic_needs_alignment = True  # without a method; see `LinearMethod`
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,8 +139,7 @@ def allocate(model: nn.Module, options: WeightOptions, quant: QuantConfig) -> No
     for path, layer in _layers(model):
         layer.allocate(path, options, quant)
     for path, layer in _layers(model) if options.deterministic else ():
-        method = getattr(layer, "method", None)
-        if method is None or method.deterministic_needs_alignment:
+        if getattr(layer, "method", layer).deterministic_needs_alignment:
             _check_rows(path, layer)
 
 

@@ -50,6 +50,7 @@ class _Convolution(WeightLayer):
     """The weight [C, 1, K] of a causal convolution of each channel, this rank's channels of q, k and v."""
 
     weight: torch.Tensor
+    deterministic_needs_alignment = False  # its rows are no operand of a product
 
     def __init__(self, parts: dict[str, int], kernel: int, tp: Group) -> None:
         """parts: the channels of each part of the files' tensor, by its name."""

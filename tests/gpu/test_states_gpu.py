@@ -63,11 +63,11 @@ def test_rows_of_a_step_are_independent() -> None:
     case = make_case(A3B, [1] * 97, [5] * 97, BF16, GPU)
     rows = torch.tensor(case.rows, device=GPU)
     pool, other = case.pool.clone(), case.pool.clone()
-    out = delta_step_triton(case.qkv, case.gates, A3B, pool, rows)
+    out = delta_step_triton(case.qkv, case.gates, A3B, pool, rows, invariant=True)
     for row in (0, 50, 96):
         mine = slice(row, row + 1)
         gates = Gates(case.gates.a[mine], case.gates.b[mine], *case.gates[2:])
-        alone = delta_step_triton(case.qkv[mine], gates, A3B, other, rows[mine])
+        alone = delta_step_triton(case.qkv[mine], gates, A3B, other, rows[mine], invariant=True)
         assert torch.equal(alone[0], out[row]) and torch.equal(other[rows[row]], pool[rows[row]])
 
 

@@ -75,7 +75,6 @@ def _int4_tile(
     GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr = BLOCK,
-    SUB: tl.constexpr = SUB,
 ) -> tl.tensor:
     """The values [COLUMNS, BLOCK] of an expert's weight [HEIGHT, K] from column k on. words: a descriptor of
     all words, in which `first` is the first row of the expert's block 0; scales: pointers to its first ones.
@@ -83,7 +82,7 @@ def _int4_tile(
     block = k // BLOCK
     word = words.load([first + block * HEIGHT, 0])  # past N: other rows, whose results are not stored
     pair = tl.load(scales + first_scale(block, GROUP, BLOCK) * HEIGHT, mask=inside, other=0)
-    return tile_values(word, pair, scales, block, HEIGHT, GROUP, DTYPE, BLOCK, SUB, inside)
+    return tile_values(word, pair, scales, block, HEIGHT, GROUP, DTYPE, BLOCK, inside)
 
 
 @jit("num_pairs", "most_tiles")
@@ -131,7 +130,7 @@ def _experts_kernel(
     column_tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     height_of_weight: tl.constexpr = 2 * N if GATED else N
     blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    step: tl.constexpr = BLOCK_K // 2 if GROUP == 16 else (GROUP if GROUP else BLOCK_K)  # NVFP4: two words
+    step: tl.constexpr = GROUP if GROUP and GROUP != 16 else BLOCK_K  # columns that share a word of scales
     groups: tl.constexpr = (blocks * BLOCK_K + step - 1) // step
     pair_tiles = most_tiles if INTERPRETED else tl.load(count_ptr)
     total_tiles = pair_tiles * column_tiles

@@ -170,6 +170,13 @@ def test_deterministic_needs_rows_of_whole_16_bytes(tmp_path: Path) -> None:
             allocate_with(90)
 
 
+def test_rows_that_no_product_reads_need_no_alignment(tmp_path: Path) -> None:
+    """A convolution of states has 4 weights of 2 bytes for each channel."""
+    options = WeightOptions(torch.bfloat16, torch.device("cpu"), deterministic=True)
+    config = load_model_config(write_tiny_model(tmp_path, "qwen3_5"))
+    allocate(DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), 128), options, config.quant)
+
+
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_and_gqa_ratios(tmp_path: Path, family: str, kv_heads: int) -> None:

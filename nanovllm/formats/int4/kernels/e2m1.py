@@ -16,20 +16,25 @@ def constant(asm: str) -> Any:
     return tl.constexpr(asm) if HAS_TRITON else asm
 
 
+def _asm_code(place: int, first: int) -> str:
+    """Move the bits of two codes ($1) to the sign, and to bits `first` to `first` + 2, which are the last of
+    the exponent and the first of the fraction."""
+    sign, size = 15 - SIGN_BITS[place], first - SIZE_BITS[place]  # how far bits move to the left
+    bits = (7 << first) * 0x10001
+    code = f"shl.b32 code, $1, {size};" if size >= 0 else f"shr.b32 code, $1, {-size};"
+    if sign == size:
+        return code + f"and.b32 code, code, {bits | 0x80008000:#x};"
+    code += f"shl.b32 sign, $1, {sign}; and.b32 sign, sign, 0x80008000;"
+    return code + f"lop3.b32 code, code, {bits:#x}, sign, 0xEA;"
+
+
 def _asm_mxfp4(place: int) -> Any:
     """Two values of MXFP4 as bfloat16. The bits of a code ($1) become the sign, and the last bits of the
     exponent and the first of the fraction; byte `place` of the words of scales ($2, $3: the same) becomes
     the exponent of the factor."""
-    sign, size = 15 - SIGN_BITS[place], 6 - SIZE_BITS[place]  # how far bits move to the left
-    code = f"shl.b32 code, $1, {size};" if size >= 0 else f"shr.b32 code, $1, {-size};"
-    if sign == size:
-        code += "and.b32 code, code, 0x81C081C0;"
-    else:
-        code += f"shl.b32 sign, $1, {sign}; and.b32 sign, sign, 0x80008000;"
-        code += "lop3.b32 code, code, 0x01C001C0, sign, 0xEA;"
     return constant(f"""{{
         .reg .b32 code, sign, scale, zero;
-        {code}
+        {_asm_code(place, 6)}
         prmt.b32 scale, $2, 0, {place << 12 | place << 4 | 0x404:#x};
         shr.b32 scale, scale, 1;
         mov.b32 zero, 0x80008000;
@@ -44,15 +49,11 @@ def _asm_nvfp4(place: int, kind: str) -> Any:
     """Two values of NVFP4. The bits of a code ($1) become a float as in `_asm_mxfp4`; byte `place` of the
     words of scales ($2, $3: the same) becomes the last five bits of the exponent and the first three of the
     fraction of the factor."""
-    first, bits, half, base = {"bf16": (6, 0x01C0, 4, 0x7000), "f16": (9, 0x0E00, 1, 0)}[kind]
-    sign, size = 15 - SIGN_BITS[place], first - SIZE_BITS[place]  # how far bits move to the left
-    code = f"shl.b32 code, $1, {size};" if size >= 0 else f"shr.b32 code, $1, {-size};"
-    code += f"shl.b32 sign, $1, {sign}; and.b32 sign, sign, 0x80008000;"
-    code += f"lop3.b32 code, code, {bits | bits << 16:#x}, sign, 0xEA;"
+    first, half, base = {"bf16": (6, 4, 0x7000), "f16": (9, 1, 0)}[kind]
     product = {"bf16": "fma.rn.bf16x2 $0, code, scale, zero;", "f16": "mul.rn.f16x2 $0, code, scale;"}[kind]
     return constant(f"""{{
         .reg .b32 code, sign, scale, zero;
-        {code}
+        {_asm_code(place, first)}
         prmt.b32 scale, $2, 0, {place << 12 | place << 4 | 0x404:#x};
         shr.b32 scale, scale, {half};
         or.b32 scale, scale, {base | base << 16:#x};
@@ -87,9 +88,11 @@ def mxfp4_values(words: tl.tensor, octets: tl.tensor, J: tl.constexpr) -> tl.ten
 
 @jit()
 def nvfp4_values(words: tl.tensor, octets: tl.tensor, J: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """Codes J of int16 `words` [..., SUB] times their scales, bytes J of `octets` of the same shape, and
-    2 ** -9, in DTYPE: exactly."""
+    """Codes J of int16 `words` [..., SUB] times their scales, bytes J of `octets` [...] or of the same
+    shape, and 2 ** -9, in DTYPE: exactly."""
     tl.static_assert(J >= 0 and J < 4, "a word has codes 0 to 3")
+    if len(octets.shape) < len(words.shape):
+        octets = tl.broadcast_to(tl.expand_dims(octets, -1), words.shape)
     if INTERPRETED:
         tl.static_assert(tl.bfloat16 == DTYPE or tl.float16 == DTYPE, "no code here for this DTYPE of 4 bits")
         octet = (octets >> (8 * J)) & 255
@@ -145,10 +148,6 @@ def _scaled_f16(ASM: tl.constexpr, words: tl.tensor, octets: tl.tensor) -> tl.te
 
 
 @jit()
-def of_halves(first: tl.tensor, second: tl.tensor, words: tl.tensor) -> tl.tensor:
-    """The words of scales of NVFP4 of each of `words` [..., SUB]: those of the first half, and of the second
-    half, [...]."""
-    SUB: tl.constexpr = words.shape[len(words.shape) - 1]
-    first = tl.broadcast_to(tl.expand_dims(first, -1), words.shape)
-    second = tl.broadcast_to(tl.expand_dims(second, -1), words.shape)
-    return tl.where(tl.arange(0, SUB) < SUB // 2, first, second)
+def half_of(pair: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
+    """The four bytes of scales of a half of NVFP4's words, of all eight."""
+    return (pair >> (32 * HALF)).to(tl.int32)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.formats.int4.kernels.e2m1 import of_halves
+from nanovllm.formats.int4.kernels.e2m1 import half_of
 from nanovllm.formats.int4.kernels.layout import BLOCK, SUB, Int4Experts
 from nanovllm.formats.int4.kernels.values import code_values, first_scale
 from nanovllm.kernels.activation import gated
@@ -89,14 +89,17 @@ def _add_product(
     word = tl.load(word_ptrs, mask=inside[:, :, None], other=0)
     pairs = scales + (first_scale(blocks, GROUP, BLOCK) * HEIGHT)[None, :]
     pair = tl.load(pairs, mask=inside, other=0)
+    width: tl.constexpr = GROUP if GROUP == 16 else SUB  # columns in a row of a code of words in a row
     if GROUP == 16:  # NVFP4
-        pair = of_halves(pair, tl.load(pairs + HEIGHT, mask=inside, other=0), word)
+        first, second = half_of(pair, 0)[:, :, None], half_of(pair, 1)[:, :, None]
+        pair = tl.where((columns < width)[None, None, :], first, second)
     # Each thread loads the part of x that its words need, in their layout: no exchange between threads.
-    places_of_words = (blocks * BLOCK)[None, :, None] + columns[None, None, :] + exists[:, None, None] * 0
+    in_block = columns // width * (4 * width) + columns % width
+    places_of_words = (blocks * BLOCK)[None, :, None] + in_block[None, None, :] + exists[:, None, None] * 0
     for j in tl.static_range(4):
         if GROUP >= SUB and j > 0 and j * SUB % GROUP == 0:
             pair = tl.load(pairs + j * SUB // GROUP * HEIGHT, mask=inside, other=0)
-        places = places_of_words + j * SUB
+        places = places_of_words + j * width
         part = tl.load(x + places, mask=(places < K) & exists[:, None, None], other=0.0).to(tl.float32)
         if share is not None:
             part *= share

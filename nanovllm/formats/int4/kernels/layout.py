@@ -36,13 +36,16 @@ class Int4Weight(NamedTuple):
     A scale is a word of four bytes, the lowest first, of the 32 columns that one code of each word gives: a
     byte b means 2 ** (b - OCTET_BIAS), and 0 means 0.
 
-    With the group NVFP4 words are the same. A block has two words of scales, of the first and of the second
-    NVFP4 columns that each code gives: a byte b means (1 + b % 8 / 8) * 2 ** (b // 8 - SCALE_START). Kernels
-    make values that are FACTOR times too small of them, and `factors` multiply their sums.
+    With the group NVFP4 a block of words is two halves [n, SUB / 2], each of BLOCK / 2 columns: column c of a
+    half h is code c // NVFP4 of words[b, :, h * NVFP4 + c % NVFP4]. So all columns that one code of a half
+    gives share a scale, and a kernel needs no choice between scales. A scale is a word of eight bytes, in the
+    order of columns: a byte b means (1 + b % 8 / 8) * 2 ** (b // 8 - SCALE_START). Kernels make values that
+    are FACTOR times too small of them, and `factors` multiply their sums.
     """
 
     words: torch.Tensor  # [ceil(k / BLOCK), n, SUB] int16
     scales: torch.Tensor  # [groups, n] int32: scale in the lower half, -(base + zero point) in the upper
+    # (or words of bytes: int32 [blocks, n] of MXFP4, int64 [blocks, n] of NVFP4)
     k: int
     group: int  # columns that share a scale: 32, 64 or a multiple of BLOCK; or MXFP4, or NVFP4
     factors: torch.Tensor | None = None  # [n] float32, of NVFP4
@@ -87,10 +90,10 @@ class Int4Experts:
         if group not in (MXFP4, NVFP4, SUB, 2 * SUB) and (group <= 0 or group % BLOCK):
             raise ValueError(f"groups of 4 bits have 32, 64 or a multiple of {BLOCK} columns, not {group}")
         blocks = -(-k // BLOCK)
-        of_bytes = {MXFP4: blocks, NVFP4: 2 * blocks}
-        groups = of_bytes[group] if group in of_bytes else -(-blocks * BLOCK // group)
+        groups = blocks if group in (MXFP4, NVFP4) else -(-blocks * BLOCK // group)
+        scale = torch.int64 if group == NVFP4 else torch.int32
         words = torch.zeros(experts, blocks, n, SUB, dtype=torch.int16, device=device)
-        scales = torch.zeros(experts, groups, n, dtype=torch.int32, device=device)
+        scales = torch.zeros(experts, groups, n, dtype=scale, device=device)
         factors = torch.zeros(experts, n, device=device) if group == NVFP4 else None
         return cls(words, scales, k, group, dtype, factors)
 
@@ -172,13 +175,15 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(n, groups * 2 * BYTES)
     octets = torch.where(scales == 0, 0, scales + (OCTET_BIAS - SCALE_BIAS))
     octets = torch.nn.functional.pad(octets, (0, -groups % (BLOCK // SUB)))
-    return _pack_e2m1(codes), octets.contiguous().view(torch.int32).T.contiguous()
+    return _pack_e2m1(codes, SUB), octets.contiguous().view(torch.int32).T.contiguous()
 
 
-def _pack_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """codes [n, k] uint8 -> words [ceil(k / BLOCK), n, SUB] int16 with bits at SIGN_BITS and SIZE_BITS."""
+def _pack_e2m1(codes: torch.Tensor, width: int) -> torch.Tensor:
+    """codes [n, k] uint8 -> words [ceil(k / BLOCK), n, SUB] int16 with bits at SIGN_BITS and SIZE_BITS.
+    width: the columns in a row that are the same code of words in a row, SUB or NVFP4."""
     n, k = codes.shape
-    parts = torch.nn.functional.pad(codes, (0, -k % BLOCK)).view(n, -1, BLOCK // SUB, SUB).int().unbind(2)
+    columns = torch.nn.functional.pad(codes, (0, -k % BLOCK)).view(n, -1, SUB // width, BLOCK // SUB, width)
+    parts = columns.transpose(2, 3).flatten(3).int().unbind(2)
     words = torch.zeros_like(parts[0])
     for code, sign, size in zip(parts, SIGN_BITS, SIZE_BITS, strict=True):
         words |= (code >> 3) << sign | (code & 7) << size
@@ -193,29 +198,28 @@ def pack_nvfp4(octets: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
     fraction, exponent = torch.frexp(scales)  # from 0.5 to 1
     made = (exponent - 1 + SCALE_START) * 8 + (fraction * 16 - 8).int()
     made = torch.nn.functional.pad(torch.where(scales == 0, 0, made), (0, -groups % (BLOCK // NVFP4)))
-    made = made.to(torch.uint8).view(n, -1, BLOCK // SUB, 2).transpose(2, 3)  # [n, blocks, halves, codes]
-    return _pack_e2m1(codes), made.contiguous().view(torch.int32).view(n, -1).T.contiguous()
+    return _pack_e2m1(codes, NVFP4), made.to(torch.uint8).view(torch.int64).T.contiguous()
 
 
 def _dequantise_mxfp4(words: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     octets = weight.scales.contiguous().unsqueeze(-1).view(torch.uint8).transpose(0, 1).flatten(1).float()
     scales = torch.where(octets == 0, 0.0, torch.exp2(octets - OCTET_BIAS))
-    values = _e2m1_values(words, weight.k)
+    values = _e2m1_values(words, weight.k, SUB)
     return (values * scales.repeat_interleave(SUB, 1)[:, : weight.k]).to(dtype)
 
 
 def _dequantise_nvfp4(words: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     assert weight.factors is not None
-    octets = weight.scales.T.contiguous().unsqueeze(-1).view(torch.uint8)  # [n, 2 * blocks, 4]
-    octets = octets.view(weight.n, -1, 2, BLOCK // SUB).transpose(2, 3).flatten(1).int()
+    octets = weight.scales.T.contiguous().unsqueeze(-1).view(torch.uint8).flatten(1).int()  # [n, groups]
     scales = (1 + (octets & 7) / 8) * torch.exp2((octets >> 3).float() - SCALE_START)
-    values = _e2m1_values(words, weight.k) * scales.repeat_interleave(NVFP4, 1)[:, : weight.k]
+    values = _e2m1_values(words, weight.k, NVFP4) * scales.repeat_interleave(NVFP4, 1)[:, : weight.k]
     return (values * (weight.factors / FACTOR)[:, None]).to(dtype)
 
 
-def _e2m1_values(words: torch.Tensor, k: int) -> torch.Tensor:
+def _e2m1_values(words: torch.Tensor, k: int, width: int) -> torch.Tensor:
     """The inverse of `_pack_e2m1`: values [n, k] float32."""
     wide = words.transpose(0, 1).int()  # [n, blocks, SUB]
     bits = zip(SIGN_BITS, SIZE_BITS, strict=True)
     codes = torch.stack([(wide >> sign & 1) << 3 | wide >> size & 7 for sign, size in bits], dim=2)
-    return torch.tensor(VALUES, device=words.device)[codes.flatten(1)[:, :k]]
+    codes = codes.unflatten(3, (SUB // width, width)).transpose(2, 3).flatten(1)  # in the order of columns
+    return torch.tensor(VALUES, device=words.device)[codes[:, :k]]

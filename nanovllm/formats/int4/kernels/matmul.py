@@ -91,7 +91,7 @@ def _int4_kernel(
             word = tl.load(word_ptrs + tl.arange(0, SUB)[None, :], mask=(columns < N)[:, None], other=0)
         pairs = scales_ptr + columns
         pair = tl.load(pairs + first_scale(block, GROUP, BLOCK) * N, mask=columns < N, other=0)
-        values = tile_values(word, pair, pairs, block, N, GROUP, DTYPE, BLOCK, SUB, columns < N)
+        values = tile_values(word, pair, pairs, block, N, GROUP, DTYPE, BLOCK, columns < N)
         x_tile = x.load([row, block * BLOCK]).T
         if MORE:
             more_x_tile = more_x.load([row + ROWS, block * BLOCK]).T

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.formats.int4.kernels.e2m1 import constant, mxfp4_values, nvfp4_values, of_halves
+from nanovllm.formats.int4.kernels.e2m1 import constant, half_of, mxfp4_values, nvfp4_values
 from nanovllm.formats.int4.kernels.layout import BLOCK, SUB, Int4Experts, Int4Weight, dequantise_reference
 from nanovllm.kernels.compat import INTERPRETED, await_inputs, by_device, jit, pdl_options, tl
 from nanovllm.kernels.kinds import Kinds
@@ -106,8 +106,7 @@ def _scale_of(pair: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 def code_values(
     words: tl.tensor, pair: tl.tensor, J: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr
 ) -> tl.tensor:
-    """The values of codes J of `words` [..., SUB], whose words of scales are `pair` [...]; of NVFP4 those of
-    `of_halves`."""
+    """The values of codes J of `words` [..., SUB], whose words of scales are `pair` [...]."""
     if GROUP == 0:  # MXFP4
         values = mxfp4_values(words, pair, J)
     elif GROUP == 16:  # NVFP4
@@ -122,13 +121,11 @@ def code_values(
 @jit()
 def first_scale(block: tl.tensor, GROUP: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """The number of the words of scales that codes 0 of a block have; for GROUP 64 those of codes 2 follow,
-    for 32 those of all codes, and for NVFP4 those of the second halves."""
+    and for 32 those of all codes."""
     known: tl.constexpr = GROUP == 0 or GROUP == 16 or GROUP == 32 or GROUP == 64
     tl.static_assert(known or (GROUP > 0 and GROUP % BLOCK == 0))
-    if GROUP == 0:  # MXFP4
+    if GROUP == 0 or GROUP == 16:  # MXFP4, NVFP4
         first = block
-    elif GROUP == 16:  # NVFP4
-        first = 2 * block
     else:
         first = block * BLOCK // GROUP
     return first
@@ -144,13 +141,13 @@ def tile_values(
     GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
-    SUB: tl.constexpr,
     inside: tl.tensor,
 ) -> tl.tensor:
     """The values [n, BLOCK] of a block of words [n, SUB]. pair: the words of its first scales, at `pairs`;
     N: from a group to the next one."""
     if GROUP == 16:  # NVFP4
-        pair = of_halves(pair, tl.load(pairs + (2 * block + 1) * N, mask=inside, other=0), words)
+        words = words.reshape(words.shape[0], 2, GROUP)
+        pair = tl.join(half_of(pair, 0), half_of(pair, 1))
     pair1 = pair
     pair2 = pair
     pair3 = pair
@@ -166,7 +163,11 @@ def tile_values(
     third = code_values(words, pair2, 2, GROUP, DTYPE)
     fourth = code_values(words, pair3, 3, GROUP, DTYPE)
     four = tl.join(tl.join(first, third), tl.join(second, fourth))
-    return four.permute(0, 2, 3, 1).reshape(words.shape[0], BLOCK)
+    if GROUP == 16:
+        four = four.permute(0, 1, 3, 4, 2)
+    else:
+        four = four.permute(0, 2, 3, 1)
+    return four.reshape(words.shape[0], BLOCK)
 
 
 @jit()
@@ -212,7 +213,7 @@ def _dequantise_kernel(
     await_inputs(USE_PDL)
     pairs = scales_ptr + weight * groups * N + rows
     pair = tl.load(pairs + first_scale(block, GROUP, BLOCK) * N, mask=rows < N, other=0)
-    values = tile_values(words, pair, pairs, block, N, GROUP, DTYPE, BLOCK, SUB, rows < N)
+    values = tile_values(words, pair, pairs, block, N, GROUP, DTYPE, BLOCK, rows < N)
     if factors_ptr is not None:
         factors = tl.load(factors_ptr + weight * N + rows, mask=rows < N, other=0.0)
         values = (values.to(tl.float32) * factors[:, None]).to(DTYPE)
