@@ -44,8 +44,9 @@ class Int4Weight(NamedTuple):
     """
 
     words: torch.Tensor  # [ceil(k / BLOCK), n, SUB] int16
-    scales: torch.Tensor  # [groups, n] int32: scale in the lower half, -(base + zero point) in the upper
-    # (or words of bytes: int32 [blocks, n] of MXFP4, int64 [blocks, n] of NVFP4)
+    # [groups, n] int32: scale in the lower half, -(base + zero point) in the upper; or words of bytes
+    # [blocks, n], of MXFP4 int32, of NVFP4 int64
+    scales: torch.Tensor
     k: int
     group: int  # columns that share a scale: 32, 64 or a multiple of BLOCK; or MXFP4, or NVFP4
     factors: torch.Tensor | None = None  # [n] float32, of NVFP4
@@ -193,11 +194,12 @@ def _pack_e2m1(codes: torch.Tensor, width: int) -> torch.Tensor:
 def pack_nvfp4(octets: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """octets [n, k / 2] uint8, as in files, and scales [n, k / 16] float32, values of E4M3 from 0 on -> words
     and scales of Int4Weight. Values of a group whose scale is 0 become 0."""
-    n, groups = scales.shape
     codes = torch.where((scales == 0).repeat_interleave(NVFP4, 1), 0, codes_of(octets))
     fraction, exponent = torch.frexp(scales)  # from 0.5 to 1
     made = (exponent - 1 + SCALE_START) * 8 + (fraction * 16 - 8).int()
-    made = torch.nn.functional.pad(torch.where(scales == 0, 0, made), (0, -groups % (BLOCK // NVFP4)))
+    made = torch.nn.functional.pad(
+        torch.where(scales == 0, 0, made), (0, -scales.shape[1] % (BLOCK // NVFP4))
+    )
     return _pack_e2m1(codes, NVFP4), made.to(torch.uint8).view(torch.int64).T.contiguous()
 
 

@@ -124,11 +124,7 @@ def first_scale(block: tl.tensor, GROUP: tl.constexpr, BLOCK: tl.constexpr) -> t
     and for 32 those of all codes."""
     known: tl.constexpr = GROUP == 0 or GROUP == 16 or GROUP == 32 or GROUP == 64
     tl.static_assert(known or (GROUP > 0 and GROUP % BLOCK == 0))
-    if GROUP == 0 or GROUP == 16:  # MXFP4, NVFP4
-        first = block
-    else:
-        first = block * BLOCK // GROUP
-    return first
+    return block if GROUP == 0 or GROUP == 16 else block * BLOCK // GROUP  # MXFP4, NVFP4
 
 
 @jit()
@@ -163,10 +159,7 @@ def tile_values(
     third = code_values(words, pair2, 2, GROUP, DTYPE)
     fourth = code_values(words, pair3, 3, GROUP, DTYPE)
     four = tl.join(tl.join(first, third), tl.join(second, fourth))
-    if GROUP == 16:
-        four = four.permute(0, 1, 3, 4, 2)
-    else:
-        four = four.permute(0, 2, 3, 1)
+    four = four.permute(0, 1, 3, 4, 2) if GROUP == 16 else four.permute(0, 2, 3, 1)
     return four.reshape(words.shape[0], BLOCK)
 
 
