@@ -26,7 +26,22 @@ from nanovllm.outputs import (
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from nanovllm.vllm.arguments import missing_in
+from nanovllm.vllm.configs import (
+    AttentionConfig,
+    CompilationConfig,
+    KernelConfig,
+    ProfilerConfig,
+    StructuredOutputsConfig,
+    VllmConfig,
+)
 from nanovllm.vllm.engine_args import EngineArgs, FlexibleArgumentParser
+from nanovllm.vllm.processors import (
+    AdapterLogitsProcessor,
+    BatchUpdate,
+    LogitsProcessor,
+    MoveDirectionality,
+    RequestLogitsProcessor,
+)
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -35,9 +50,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AdapterLogitsProcessor",
+    "AttentionConfig",
+    "BatchUpdate",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "CompilationConfig",
     "CompletionOutput",
     "Counter",
     "EmbeddingOutput",
@@ -48,21 +67,28 @@ __all__ = [
     "Gauge",
     "Histogram",
     "KVCacheMemoryError",
+    "KernelConfig",
     "LLMEngine",
+    "LogitsProcessor",
     "Logprob",
     "Metric",
     "ModelLoadError",
+    "MoveDirectionality",
     "NanoVLLMError",
     "PoolingParams",
+    "ProfilerConfig",
+    "RequestLogitsProcessor",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "ScoreOutput",
+    "StructuredOutputsConfig",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "Vector",
+    "VllmConfig",
     "WorkerError",
     "demo_model_path",
 ]

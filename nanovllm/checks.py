@@ -35,8 +35,8 @@ PENALTIES = {  # by their fields of `SamplingParams`
 _NUMBER_FIELDS = SAMPLING_PARAMETERS | PENALTIES
 _EXTRAS: Table[Any] = Table(EXTRAS)
 _EXTRA_FIELDS: dict[str, Any] = {  # with the values that ask for nothing
-    **dict.fromkeys(("logprobs", "prompt_logprobs", "allowed_token_ids", "structured_outputs")),
-    "thinking_token_budget": None,
+    **dict.fromkeys(("logprobs", "prompt_logprobs", "allowed_token_ids", "structured_outputs", "extra_args")),
+    **dict.fromkeys(("thinking_token_budget", "trace_decode_token_ids")),
     **{"logit_bias": {}, "logits_processors": [], "logprob_token_ids": [], "bad_words": [], "min_tokens": 0},
 }
 _Value = TypeVar("_Value")
@@ -174,8 +174,10 @@ class Default(int):
 
 def checked(params: _Value) -> _Value:
     """A copy of `SamplingParams` with plain values. Checks fields set since construction, too."""
-    copied = object.__new__(type(params))
-    vars(copied).update(checked_params(params))
+    copied, values = object.__new__(type(params)), checked_params(params)
+    if values["trace_decode_token_ids"] is not None:
+        values |= _EXTRAS["replayed"](values)
+    vars(copied).update(values)
     return copied
 
 
@@ -190,9 +192,8 @@ def checked_params(params: Any) -> dict[str, Any]:
             values[name] = check_int(name, given, -math.inf, expected)
         if not column.is_right(values[name]):
             raise wrong(name, given, expected)
-    values["n"] = (
-        1 if params.n is None else check_int("n", params.n, 1, f"an integer from 1 to {MAX_N}", MAX_N)
-    )
+    expected = f"an integer from 1 to {MAX_N}"
+    values["n"] = 1 if params.n is None else check_int("n", params.n, 1, expected, MAX_N)
     if values["n"] > 1 and values["temperature"] == 0:
         fix = "they would all be equal; set a temperature above 0, or pass the prompt several times"
         raise ValueError(f"n must be 1 with temperature=0, not {values['n']}: {fix}")
@@ -218,7 +219,5 @@ def checked_params(params: Any) -> dict[str, Any]:
 
 def has_extras(params: Any) -> bool:
     """Whether a field of `SamplingParams` asks for what few requests have: see `extras/params.py`."""
-    return not all(
-        value is None or (type(value) is type(plain) and value == plain)
-        for value, plain in [(getattr(params, name), plain) for name, plain in _EXTRA_FIELDS.items()]
-    )
+    own = [(getattr(params, name), plain) for name, plain in _EXTRA_FIELDS.items()]
+    return not all(each is None or (type(each) is type(plain) and each == plain) for each, plain in own)

@@ -184,6 +184,7 @@ OTHER_NAMES["options"] = "vllm.engine_args:our_options"
 EXTRAS = {
     "embedding": "extras.embedding:read_embedding_defaults",  # as a model's files state them
     "params": "extras.params:checked",  # checks these sampling parameters
+    "replayed": "extras.params:replayed",  # of an answer whose tokens are known
     "guarded": "extras.logits_processors:GuardedProcessors",  # whose errors end one request
     "texts": "extras.texts:ExtraTexts",  # constraints, bad words and logprobs, for a `Processor`
     "sequence": "extras.planned:SequenceExtras.of",  # what one sequence asks for, and what it has got

@@ -6,6 +6,7 @@ A parameter is told here, once: the help and the table of docs/options.md follow
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -96,6 +97,12 @@ class SamplingParams(FieldsOfOthers):
     thinking_token_budget: int | None = option(None, "The tokens that an answer may think; then [the "
         "thinking is closed](#thinking-and-tool-calls) and the text follows. 0 closes it at once, -1 and "
         "`None` never.", "Without `reasoning_parser`; with an end mark that is no single token.")
+    extra_args: Mapping[str, Any] | None = option(None, "What the request tells [classes of logits "
+        "processors](#classes-of-logits-processors); else no effect.", "Keys that are no strings.")
+    trace_decode_token_ids: Sequence[int] | None = option(None, "The output is these tokens, whatever the "
+        "model would draw; `logprobs` are the model's, so they score a known answer. Lengths, stops, "
+        "penalties, biases and logits processors do not act on it.",
+        "No tokens; ids outside the vocabulary; another rule on the tokens; `n` above 1.")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -104,9 +111,7 @@ class SamplingParams(FieldsOfOthers):
     @classmethod
     def from_optional(cls: type[_Params], **values: Any) -> _Params:
         """vLLM's form: None means the default, except for `max_tokens`, which it does not limit."""
-        return cls(
-            **{name: each for name, each in values.items() if each is not None or name == "max_tokens"}
-        )
+        return cls(**{k: each for k, each in values.items() if each is not None or k == "max_tokens"})
 
     @property
     def num_logprobs(self) -> int | None:
@@ -117,10 +122,8 @@ class SamplingParams(FieldsOfOthers):
     def clone(self: _Params) -> _Params:
         """A copy that shares nothing with this one."""
         clone = object.__new__(type(self))
-        vars(clone).update(vars(self))
-        for name, value in vars(self).items():
-            if isinstance(value, (list, dict)):
-                vars(clone)[name] = value.copy()
+        own = vars(self).items()
+        vars(clone).update({k: copy(each) if isinstance(each, (list, dict)) else each for k, each in own})
         return clone
 
     def guarded(self: _Params) -> _Params:

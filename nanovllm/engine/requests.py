@@ -87,9 +87,8 @@ class Requests:
         """What a sequence asks for besides tokens, of the door; None for most."""
         params = request.params
         if params is not self._plain:
-            if has_extras(params) or any(
-                getattr(params, name) != each.neutral for name, each in PENALTIES.items()
-            ):
+            penalised = any(getattr(params, name) != each.neutral for name, each in PENALTIES.items())
+            if penalised or has_extras(params):
                 return _EXTRAS["sequence"](request, index, self.processor.eos_token_ids)
             self._plain = params
         if self._keeps_experts or request.first_scored is not None or request.pooling is not None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.checks import check_float, check_int, check_texts, check_token_ids, show, wrong
+from nanovllm.checks import PENALTIES, check_float, check_int, check_texts, check_token_ids, show, wrong
 from nanovllm.extras.logits_processors import takes_prompt
 from nanovllm.extras.structured_outputs import StructuredOutputsParams
 from nanovllm.params import SamplingParams
@@ -22,7 +22,32 @@ def checked(params: SamplingParams, max_tokens: int | None) -> dict[str, Any]:
 
     max_tokens: the checked one.
     """
-    return _checked_logits(params) | _checked_rules(params, max_tokens)
+    return _checked_logits(params) | _checked_rules(params, max_tokens) | _checked_words(params)
+
+
+def replayed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What changes in checked fields so that the output is `trace_decode_token_ids`: nothing else ends it, or
+    decides on a token. ValueError for a field that would have to be obeyed too."""
+    for name in ("structured_outputs", "thinking_token_budget", "bad_words", "allowed_token_ids"):
+        if values[name] not in (None, []):
+            raise ValueError(f"trace_decode_token_ids needs {name} at its default; leave one of them out")
+    if values["n"] > 1:
+        raise ValueError(f"trace_decode_token_ids needs n=1, not {values['n']}: all outputs would be equal")
+    ends = {"max_tokens": len(values["trace_decode_token_ids"]), "min_tokens": 0, "ignore_eos": True}
+    neutral = {name: column.neutral for name, column in PENALTIES.items()}
+    lists: dict[str, Any] = {"stop": [], "stop_token_ids": [], "logit_bias": {}, "logits_processors": []}
+    return ends | neutral | lists
+
+
+def _checked_words(params: SamplingParams) -> dict[str, Any]:
+    """What the request tells classes of logits processors, and the tokens of a known answer."""
+    told, trace = params.extra_args, params.trace_decode_token_ids
+    if told is not None and not (isinstance(told, Mapping) and all(isinstance(key, str) for key in told)):
+        raise TypeError(f"extra_args must be a dictionary with strings as keys, not {show(told)}")
+    ids = None if trace is None else check_token_ids("trace_decode_token_ids", trace)
+    if trace is not None and not ids:
+        raise ValueError("trace_decode_token_ids is empty; pass at least one token id, or None")
+    return {"extra_args": None if told is None else dict(told), "trace_decode_token_ids": ids}
 
 
 def _checked_logits(params: SamplingParams) -> dict[str, Any]:

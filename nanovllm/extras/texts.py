@@ -7,9 +7,10 @@ Keeps no request.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from nanovllm.text.prompts import Prompt, Request
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger("nanovllm")
 _CACHE_SIZE = 16  # lists of stop strings and of bad words; the longest take a few megabytes
 
 
@@ -40,6 +42,7 @@ class ExtraTexts:
 
     def __init__(self, processor: Processor) -> None:
         self._processor = processor
+        self.reads_extra_args = False  # whether the engine has classes of logits processors
         self.grammars: GrammarCompiler | None = None  # created on first use
         self._decoded: dict[int, str] = {}  # the text of single tokens
         self._least_tokens: LeastTokens | None = None  # created on first use
@@ -61,9 +64,11 @@ class ExtraTexts:
             for name in ("bad_words", "structured_outputs"):
                 if getattr(params, name):
                     raise self.needs_tokenizer(name, getattr(params, name))
-        for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids", "trace_decode_token_ids"):
             if ids := getattr(params, name):
-                pack_token_ids(list(ids), vocab_size, name, ordered=False)
+                pack_token_ids(list(ids), vocab_size, name, ordered=name == "trace_decode_token_ids")
+        if params.extra_args and not self.reads_extra_args:
+            _warn_of_extra_args()
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
             assert tokenizer is not None
@@ -219,6 +224,13 @@ class ExtraTexts:
             text, ids = prompt.text, list(prompt.token_ids or ())
         answer = CompletionOutput(0, "", [], finish_reason="error")
         return RequestOutput(str(request_id), text, ids, None, [answer], error=str(error), index=index)
+
+
+@cache
+def _warn_of_extra_args() -> None:
+    logger.warning(
+        "extra_args of SamplingParams has no effect: only classes of LLM(logits_processors=[...]) read it"
+    )
 
 
 def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -62,6 +62,18 @@ class AllowedTokens:
         bits &= self._mask
 
 
+class Replay:
+    """Allows only the next token of a known output, whatever the other rules say."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+
+    def restrict(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
+        place = len(token_ids) - start
+        bits[:] = 0
+        TokenSet(self._token_ids[place : place + 1]).add_to(bits)
+
+
 class MinTokens:
     """Forbids tokens that end texts before the output has `min_tokens` tokens."""
 
@@ -245,6 +257,8 @@ def make_rules(request: Request, eos_token_ids: Iterable[int] = ()) -> list[Rule
         params.thinking_token_budget is not None
     ):  # the last one: what it writes is allowed whatever others say
         rules.append(request.thinking.new_budget(params.thinking_token_budget))
+    if params.trace_decode_token_ids is not None:
+        rules.append(Replay(params.trace_decode_token_ids))
     return rules
 
 

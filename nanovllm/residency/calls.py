@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import time_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.generate import asleep_error
 from nanovllm.engine.llm_engine import LLMEngine
@@ -18,7 +18,6 @@ from nanovllm.inputs import calls_of_llm
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.residency.core import ResidentCore, ResidentExecutor
 from nanovllm.residency.runner import TAGS, WEIGHTS
-from nanovllm.vllm.engine_args import takes_options
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +29,7 @@ class ResidencyCalls(LLMEngine):
 
     _executor: ResidentExecutor
     _alone = ResidentCore
-
-    @takes_options
-    def __init__(self, model: Any = None, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._profile_folder = _profile_folder(options.get("profiler_config"))
+    _profile_folder: str | None = None  # of `start_profile` without a folder
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the device's memory on every rank: weights, KV cache and CUDA graphs.
@@ -114,13 +109,6 @@ class ResidencyCalls(LLMEngine):
         """
         with self._calling(beside=True):
             return [Path(path) for path in self._executor.stop_profile()]
-
-
-def _profile_folder(profiler_config: object) -> str | None:
-    """The folder of vLLM's option, a dictionary or an object."""
-    if isinstance(profiler_config, Mapping):
-        return profiler_config.get("torch_profiler_dir")
-    return getattr(profiler_config, "torch_profiler_dir", None)
 
 
 def _parse_tags(tags: object) -> frozenset[str]:

@@ -24,6 +24,7 @@ class Absent:
     neutral: tuple[Any, ...] | None
     advice: str
     per_prompt: bool = False
+    used: Callable[[Any], bool] | None = None  # which other values `vllm/requests.py` uses
 
     @property
     def default(self) -> Any:
@@ -31,7 +32,7 @@ class Absent:
         return None if self.neutral is None else self.neutral[0]
 
     def allows(self, value: object) -> bool:
-        if self.neutral is None:
+        if self.neutral is None or (self.used is not None and self.used(value)):
             return True
         if self.per_prompt and isinstance(value, (list, tuple)):
             return all(each in self.neutral for each in value)
@@ -102,7 +103,8 @@ _ENGINE_ANY = """
     per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample custom_histogram_buckets
     cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details
     jit_monitor_mode jit_monitor_verbose logging_config log_level log_config_file shutdown_timeout
-    watchdog_config fault_tolerance_config fail_on_environ_validation
+    watchdog_config fault_tolerance_config fail_on_environ_validation enable_trace_replay
+    enable_expert_parallel
 """
 _ENGINE_NONE = """
     model_loader_extra_config pooler_config override_pooler_config worker_extension_cls scheduler_cls
@@ -118,12 +120,21 @@ _RANKS = "data_parallel_rank data_parallel_start_rank data_parallel_size_local"
 _BALANCERS = "data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb"
 _GUIDED = "guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties"
 _STRUCTURED = "set it in each StructuredOutputsParams"
-_TIGHT = {"disable_any_whitespace": True}  # what constraints do here without it
-_BACKENDS = tuple(
-    {"backend": name} | more
-    for name in ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
-    for more in ({}, _TIGHT)
-)
+_STRUCTURED_KEYS: dict[str, tuple[type, ...]] = {
+    "backend": (str,),
+    "disable_fallback": (bool,),
+    "disable_any_whitespace": (bool,),
+    "disable_additional_properties": (bool,),
+    "reasoning_parser": (str, type(None)),
+}
+
+
+def _is_structured(value: Any) -> bool:
+    """Whether a `structured_outputs_config` has settings that this engine knows."""
+    return isinstance(value, dict) and all(
+        isinstance(each, _STRUCTURED_KEYS.get(key, ())) for key, each in value.items()
+    )
+
 
 ENGINE: dict[str, Absent] = {
     # the model and its files
@@ -140,9 +151,16 @@ ENGINE: dict[str, Absent] = {
     "task": Absent(("auto", "generate", "embed", None), _ANY_MODEL),
     "runner": Absent(("auto", "generate", "pooling", None), _ANY_MODEL),
     "convert": Absent(("auto", "none", "embed", None), _ANY_MODEL),
-    "logits_processors": Absent(_NOTHING, "pass functions as logits_processors of SamplingParams"),
-    **_each("enable_reasoning enable_expert_parallel ray_workers_use_nsight enable_eplb", _OFF),
-    **_each("enable_elastic_ep enable_trace_replay enable_fault_tolerance return_sampling_mask", _OFF),
+    "logits_processors": Absent(
+        _NOTHING,
+        "pass a list of subclasses of LogitsProcessor, or of their names as 'module:Class'; functions go to "
+        "SamplingParams",
+        used=lambda value: (
+            isinstance(value, (list, tuple)) and all(isinstance(e, (type, str)) for e in value)
+        ),
+    ),
+    **_each("enable_reasoning ray_workers_use_nsight enable_eplb", _OFF),
+    **_each("enable_elastic_ep enable_fault_tolerance return_sampling_mask", _OFF),
     "tokens_only": Absent((False, None), "use skip_tokenizer_init=True"),
     "model_weights": Absent(_NOTHING, "pass the folder as model"),
     **_each("enable_mm_embeds mm_encoder_only", Absent((False, None), _NO_IMAGES.advice)),
@@ -151,7 +169,9 @@ ENGINE: dict[str, Absent] = {
     **_each("allowed_local_media_path allowed_media_domains", _NO_IMAGES),
     "mm_processor_kwargs": _NO_IMAGES,
     "limit_mm_per_prompt": Absent((*_NOTHING, *_NO_MEDIA), _NO_IMAGES.advice),
-    "structured_outputs_config": Absent((*_NOTHING, _TIGHT, *_BACKENDS), _STRUCTURED),
+    "structured_outputs_config": Absent(
+        _NOTHING, f"it may have {', '.join(_STRUCTURED_KEYS)}; {_STRUCTURED}", used=_is_structured
+    ),
     **_each(_GUIDED, Absent((False, None), _STRUCTURED)),
     # devices and memory
     "pipeline_parallel_size": _ONE,
@@ -192,7 +212,6 @@ SAMPLING: dict[str, Absent] = {
     "repetition_detection": Absent((None,), "use repetition_penalty"),
     "prompt_logprob_token_ids": Absent(_NOTHING, "use score()"),
     "prompt_logprob_start": Absent((None, 0), "use score()"),
-    "trace_decode_token_ids": Absent((None,), "use score()"),
     "routed_experts_prompt_start": Absent((0, None), _LEAVE_OUT),
     "flat_logprobs": Absent((False, None), "read the list of dictionaries: out.outputs[0].logprobs"),
     **_each("spaces_between_special_tokens skip_clone stream_interval output_text_buffer_length", _ANY),
@@ -201,7 +220,6 @@ SAMPLING: dict[str, Absent] = {
     "guided_decoding": Absent((None,), f"write {_SCHEMA}"),
     "skip_reading_prefix_cache": Absent((None, False), _NO_CACHE),
     "output_kind": Absent((None, "CUMULATIVE", "FINAL_ONLY", 0, 2), "use LLM.stream(deltas=True)"),
-    "extra_args": _NONE,
 }
 
 GENERATE: dict[str, Absent] = {
@@ -294,11 +312,6 @@ ELSEWHERE: dict[str, _Elsewhere] = {
         "vLLM", "LLM(model, data_parallel_size=...); a KV cache stays in its engine"
     ),
     "PoolerConfig": _Elsewhere("vLLM", "PoolingParams, or the folder's sentence-transformers files"),
-    "ProfilerConfig": _Elsewhere("vLLM", "llm.start_profile(folder)"),
-    **dict.fromkeys(
-        ("AdapterLogitsProcessor", "LogitsProcessor"),
-        _Elsewhere("vLLM", "SamplingParams(logits_processors=[function]), a function of a request"),
-    ),
     "PromptType": _Elsewhere("vLLM", "str, list[int], TextPrompt or TokensPrompt"),
     # methods and attributes
     "encode": _Elsewhere(

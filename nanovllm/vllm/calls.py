@@ -31,6 +31,7 @@ from nanovllm.streams.reader import PromptReader
 from nanovllm.text.prompts import Prompt, parse_prompts
 from nanovllm.vllm.metrics import engine_metrics
 from nanovllm.vllm.queue import QueueCalls
+from nanovllm.vllm.requests import ToldEngine
 
 if TYPE_CHECKING:
     import torch
@@ -39,13 +40,15 @@ _Engine = TypeVar("_Engine", bound="VLLMCalls")
 
 
 @calls_of_llm
-class VLLMCalls(QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
+class VLLMCalls(ToldEngine, QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
     """An engine with vLLM's further calls."""
 
     @cached_property
     def _own_ids(self) -> dict[str, str]:
         """By the engine's request id: the id that the caller gave."""
         return {}
+
+    _reads_files = False  # whether `reload_weights` does so with dummy weights
 
     @classmethod
     def from_engine_args(cls: type[_Engine], engine_args: Any, **others: Any) -> _Engine:
@@ -232,12 +235,19 @@ class VLLMCalls(QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
         """Call `method(worker, *args, **kwargs)` on each rank; return the results, those of rank 0 first.
 
         worker: has `rank`, `local_rank`, `device`, `get_model()` and `model_runner.model`. A function as for
-        `apply_model`. The one name of a method is "reload_weights", which loads the model's files again.
-        ValueError for another: the workers of vLLM have others. timeout: has no effect;
+        `apply_model`. The one name of a method is "reload_weights", which loads the model's files again; with
+        `load_format="dummy"` after `collective_rpc("update_config", args=({"load_config": {"load_format":
+        "auto"}},))`. ValueError for another: the workers of vLLM have others. timeout: has no effect;
         `distributed_timeout_seconds` is the limit.
         """
         if method == "reload_weights" and not (args or kwargs):
             return self._reload_weights()
+        if method == "update_config" and (args, kwargs or {}) == (
+            ({"load_config": {"load_format": "auto"}},),
+            {},
+        ):
+            self._reads_files = True
+            return [None] * self.get_world_size()
         if not callable(method):
             raise ValueError(
                 f"collective_rpc({method!r}) is not supported: workers do not have vLLM's methods; pass a "
@@ -246,11 +256,12 @@ class VLLMCalls(QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, StatsCalls):
         return self._apply(_OfWorker(method, tuple(args), dict(kwargs or {})), method)
 
     def _reload_weights(self) -> list[None]:
-        """Replace all weights by those of the files. ValueError for dummy weights, which have none."""
-        if self.config.load_format == "dummy":
+        """Replace all weights by those of the files. ValueError for dummy weights, which need none."""
+        if self.config.load_format == "dummy" and not self._reads_files:
+            auto = "collective_rpc('update_config', args=({'load_config': {'load_format': 'auto'}},))"
             raise ValueError(
                 "collective_rpc('reload_weights') has no files to load with load_format='dummy'; use "
-                "update_weights()"
+                f"update_weights(), or call {auto} first"
             )
         with open_checkpoint(find_model(self.config)).tensors() as stored:
             self.update_weights((name, source[:]) for name, source in stored.items())

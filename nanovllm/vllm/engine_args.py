@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from decimal import Decimal
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from nanovllm.config import Config
@@ -41,7 +42,8 @@ _SHORT = {
 }
 _OWN = {each.name: None if each.default is MISSING else each.default for each in fields(Config)}
 _TOLD = {each.name: each.metadata["option"].text.replace("%", "%%") for each in fields(Config)[1:]}
-_SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
+_ALSO = {"gpu_memory_utilization": "--device-memory-utilization"}  # vLLM's other flags
+_SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_num_scheduled_tokens")
 _UNITS = {
     unit: base**power
     for base, units in ((1000, "kmgt"), (1024, "KMGT"))
@@ -98,10 +100,12 @@ class EngineArgs(KnownFields):
         group = parser.add_argument_group("engine", "options of LLM, see docs/options.md")
         for name, default in _DEFAULTS.items():
             flag = "--" + name.replace("_", "-")
-            flags = [flag, *([_SHORT[name]] if name in _SHORT else [])]
+            flags = [flag, *(more[name] for more in (_SHORT, _ALSO) if name in more)]
             told = f"{_TOLD.get(name, '')} (default: {default})" if name in _OWN else argparse.SUPPRESS
             # Some are a switch or a value: versions of vLLM differ.
-            is_either = name == "async_scheduling" or (name in ENGINE and ENGINE[name].neutral is None)
+            is_either = name in ("async_scheduling", "hf_token") or (
+                name in ENGINE and ENGINE[name].neutral is None
+            )
             if isinstance(default, bool):
                 group.add_argument(*flags, dest=name, default=default, help=told, action="store_true")
             else:
@@ -109,7 +113,8 @@ class EngineArgs(KnownFields):
                 action.type = _text if name in _TEXTS else _size if name in _SIZES else json_or_text
                 if not is_either:
                     continue
-                action.type, action.nargs, action.const = json_or_text, "?", True
+                action.type = str if name == "hf_token" else json_or_text
+                action.nargs, action.const = "?", True
             off = "--no-" + name.replace("_", "-")
             group.add_argument(off, dest=name, action="store_false", default=default, help=argparse.SUPPRESS)
         return parser
@@ -181,15 +186,62 @@ def _size(text: str) -> Any:
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """argparse's parser with vLLM's further forms of flags.
+    """argparse's parser with vLLM's further forms of flags, and with `--config FILE.yaml`, whose lines
+    `max-model-len: 64` are flags that stand before all others, so that a command line's own flags win.
 
     `--max_model_len 5` is `--max-model-len 5`. `--hf-overrides.rope_theta 5 --hf-overrides.a.b 6` is
     `--hf-overrides '{"rope_theta": 5, "a": {"b": 6}}'`, also in a short form, as `-cc.mode=3`;
-    `-O2` and `-O 2` are `--optimization-level 2`.
+    `-O2` and `-O 2` are `--optimization-level 2`. A key that ends in + adds its
+    values, separated by commas, to a list. `--disable-x` is `--no-enable-x`, and the other way round.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return super().parse_known_args(self._plain(sys.argv[1:] if args is None else args), namespace)
+        given = self._with_file(list(sys.argv[1:] if args is None else args))
+        return super().parse_known_args(self._plain(given), namespace)
+
+    def load_config_file(self, file_path: str) -> list[str]:
+        """The flags that a YAML file states, one key a flag; a value of true is a switch, of false its
+        `--no-...`, where there is one. ValueError for another kind of file, OSError if it cannot be read."""
+        import yaml  # type: ignore[import-untyped]
+
+        if Path(file_path).suffix not in (".yaml", ".yml"):
+            raise ValueError(f"--config {file_path} must be a file that ends in .yaml or .yml")
+        try:
+            values = yaml.safe_load(Path(file_path).read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(f"--config {file_path} is no YAML: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"--config {file_path} must hold lines of the form 'flag: value'")
+        flags: list[str] = []
+        for key, value in values.items():
+            name = "--" + str(key).replace("_", "-")
+            if value is True:
+                flags.append(name)
+            elif value is False:
+                off = "--no-" + name[2:]
+                flags += [off] if off in self._option_string_actions else []
+            elif isinstance(value, list):
+                flags += [name, *map(str, value)] if value else []
+            else:
+                flags += [name, json.dumps(value) if isinstance(value, dict) else str(value)]
+        return flags
+
+    def _with_file(self, args: list[str]) -> list[str]:
+        """The arguments with those of a `--config` file, after a subcommand and before all flags."""
+        places = [place for place, arg in enumerate(args) if arg.partition("=")[0] == "--config"]
+        if not places:
+            return args
+        if len(places) > 1:
+            self.error("--config may be given once")
+        place = places[0]
+        _, equals, path = args[place].partition("=")
+        if not equals:
+            if place + 1 == len(args):
+                self.error("--config needs a YAML file")
+            path = args[place + 1]
+        rest = args[:place] + args[place + (1 if equals else 2) :]
+        first = next((number for number, arg in enumerate(rest) if arg.startswith("-")), len(rest))
+        return rest[:first] + self.load_config_file(path) + rest[first:]
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         """As argparse's; `deprecated` has an effect from Python 3.13 on."""
@@ -202,6 +254,14 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         action = self._option_string_actions.get(flag)
         names = [] if action is None else action.option_strings
         return next((name for name in names if name.startswith("--")), flag)
+
+    def _switch(self, flag: str) -> str:
+        """`--no-enable-x` for `--disable-x`, and `--no-disable-x` for `--enable-x`, if there is only that."""
+        for this, other in (("--enable-", "--no-disable-"), ("--disable-", "--no-enable-")):
+            off = other + flag.removeprefix(this)
+            if flag.startswith(this) and flag not in self._option_string_actions:
+                return off if off in self._option_string_actions else flag
+        return flag
 
     def _plain(self, args: Sequence[str]) -> list[str]:
         """The arguments in the forms that argparse reads."""
@@ -218,7 +278,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             if keyed := re.fullmatch(r"(-\w+)(\.[A-Za-z].*)", name):
                 name = self._long(keyed[1]) + keyed[2]
             if name.startswith("--"):
-                name = name if name in self._option_string_actions else _dashed(name)
+                name = name if name in self._option_string_actions else self._switch(_dashed(name))
                 if "." in name:
                     value = value if equals or not rest else rest.pop(0)
                     flag, *keys = name.split(".")
@@ -242,7 +302,11 @@ def _put(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     for key in keys[:-1]:
         inner = values.setdefault(key, {})
         values = inner if isinstance(inner, dict) else values.setdefault(key, {})
-    values[keys[-1]] = value
+    if keys[-1].endswith("+"):
+        own = values.setdefault(keys[-1].removesuffix("+"), [])
+        own.extend(value.split(",") if isinstance(value, str) else [value])
+    else:
+        values[keys[-1]] = value
 
 
 def _json_flags(values: Mapping[str, Any]) -> list[str]:

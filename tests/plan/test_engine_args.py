@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import logging
 import pickle
@@ -12,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from nanovllm import EngineArgs, FlexibleArgumentParser, SamplingParams
+from nanovllm import (
+    AttentionConfig,
+    CompilationConfig,
+    EngineArgs,
+    FlexibleArgumentParser,
+    KernelConfig,
+    ProfilerConfig,
+    SamplingParams,
+    StructuredOutputsConfig,
+)
 from nanovllm.config import Config
 from nanovllm.vllm.arguments import ENGINE, SAMPLING
 from nanovllm.vllm.engine_args import RENAMED
@@ -112,7 +122,7 @@ def test_the_page_names_every_argument_with_its_kind(of: str) -> None:
     )
     assert named["no effect"] == {name for name, absent in table.items() if absent.neutral is None}
     names = {*ENGINE_NAMES.split()} if of == "LLM" else {*SAMPLING_NAMES.split()}
-    assert named["works"] == own & names
+    assert named["works"] == own & names | {name for name in table if table[name].used is not None}
 
 
 def test_defaults_are_those_of_llm() -> None:
@@ -188,6 +198,15 @@ def test_flags() -> None:
     assert parsed("--optimization-level", "0")["optimization_level"] == 0
     assert parsed("-O", "3")["optimization_level"] == 3
     assert parsed("-cc.mode=3", "-cc.backend", "x")["compilation_config"] == {"mode": 3, "backend": "x"}
+    added = parsed("--hf-overrides.names+", "a,b", "--hf-overrides.names+=-c", "--hf-overrides.n+=3")
+    assert added["hf_overrides"] == {"names": ["a", "b", "-c"], "n": [3]}
+    assert parsed("--disable-prefix-caching")["enable_prefix_caching"] is False
+    assert parsed("--disable_prefix_caching", "--enable-prefix-caching")["enable_prefix_caching"] is True
+    own = FlexibleArgumentParser()
+    own.add_argument("--disable-logs", action=argparse.BooleanOptionalAction, default=True)
+    assert own.parse_args(["--enable-logs"]).disable_logs is False
+    assert parsed("--device-memory-utilization", "0.4")["gpu_memory_utilization"] == 0.4
+    assert parsed("--hf-token")["hf_token"] is True and parsed("--hf-token", "None")["hf_token"] == "None"
 
 
 @pytest.mark.parametrize(
@@ -224,3 +243,86 @@ def test_a_script_adds_its_own_flags() -> None:
     assert "--tensor-parallel-size" in parser.format_help() and "mamba" not in parser.format_help()
     with pytest.raises(SystemExit):
         parser.parse_args(["--no-such-flag"])
+
+
+def test_flags_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text(
+        "max_model_len: 10k\nenforce-eager: true\nenable_prefix_caching: false\nno_such_switch: false\n"
+        "hf-overrides:\n  rope_theta: 5\nseed: 7\n"
+    )
+    found = parsed("--seed", "9", "--config", str(path), "--max-num-seqs", "3")
+    assert Config.from_kwargs(**found) == Config(
+        "model",
+        max_model_len=10_000,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        hf_overrides={"rope_theta": 5},
+        seed=9,  # the command line's, although it stands before --config
+        max_num_seqs=3,
+    )
+    assert "config" not in found and parsed(f"--config={path}")["seed"] == 7
+    parser = FlexibleArgumentParser()
+    run = parser.add_subparsers(dest="command").add_parser("run")
+    run.add_argument("--seed", type=int)
+    run.add_argument("--words", nargs="*")
+    path.write_text("seed: 7\nwords: [a, b]\n")
+    args = parser.parse_args(["run", "--config", str(path)])
+    assert (args.command, args.seed, args.words) == ("run", 7, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error", "message"),
+    [
+        ("engine.json", "{}", ValueError, r"engine\.json must be a file that ends in \.yaml or \.yml"),
+        ("engine.yml", "- 5", ValueError, r"must hold lines of the form 'flag: value'"),
+        ("engine.yml", "seed: [", ValueError, r"engine\.yml is no YAML"),
+        ("engine.yml", None, FileNotFoundError, r"engine\.yml"),
+    ],
+)
+def test_a_file_of_flags_that_cannot_be_read(
+    name: str, text: str | None, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(error, match=message):
+        parsed("--config", str(tmp_path / name))
+
+
+@pytest.mark.parametrize("flags", [["--config"], ["--config", "a.yaml", "--config=b.yaml"]])
+def test_one_file_of_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*flags)
+    assert "--config" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_settings_as_objects(caplog: pytest.LogCaptureFixture) -> None:
+    tuned = {
+        "compilation_config": CompilationConfig(mode=3),
+        "attention_config": AttentionConfig(backend="X"),
+    }
+    tuned |= {"kernel_config": KernelConfig(), "profiler_config": ProfilerConfig(torch_profiler_dir="traces")}
+    with caplog.at_level(logging.WARNING):
+        args = EngineArgs(
+            model="model", structured_outputs_config=StructuredOutputsConfig(backend="auto"), **tuned
+        )
+        assert Config.from_kwargs(**vars(args)) == Config("model")
+    assert "compilation_config={'mode': 3} has no effect here; CUDA graphs are on" in caplog.messages[0]
+    assert args.compilation_config.mode == 3 and args.profiler_config.torch_profiler_dir == "traces"
+    with pytest.raises(AttributeError, match="KernelConfig has no 'mode', because it was not passed"):
+        _ = args.kernel_config.mode
+    with pytest.raises(
+        ValueError, match=r"structured_outputs_config=.* is not supported; it may have backend, "
+    ):
+        EngineArgs(model="model", structured_outputs_config=StructuredOutputsConfig(enable_in_reasoning=True))
+    assert copy.deepcopy(args) == args == pickle.loads(pickle.dumps(args))
+
+
+def test_the_parser_is_in_vllms_module() -> None:
+    import nanovllm.utils
+
+    assert nanovllm.utils.FlexibleArgumentParser is FlexibleArgumentParser
+    with pytest.raises(
+        ImportError, match=r"'nanovllm\.utils' has no attribute 'LoRARequest'; that name is from"
+    ):
+        from nanovllm.utils import LoRARequest  # noqa: F401

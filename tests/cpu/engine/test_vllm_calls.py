@@ -141,8 +141,19 @@ def test_weights_are_loaded_again(llm: LLM) -> None:
 
 
 def test_dummy_weights_have_no_files(model: Path) -> None:
-    with make_tiny(model, load_format="dummy") as llm, pytest.raises(ValueError, match="no files to load"):
+    with make_tiny(model) as llm:
+        expected = llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0]["token_ids"]
+    with make_tiny(model, load_format="dummy") as llm:
+        with pytest.raises(
+            ValueError, match=r"no files to load .* call collective_rpc\('update_config', args="
+        ):
+            llm.collective_rpc("reload_weights")
+        assert llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0]["token_ids"] != expected
+        assert llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},)) == [None]
         llm.collective_rpc("reload_weights")
+        assert llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0]["token_ids"] == expected
+        with pytest.raises(ValueError, match=r"collective_rpc\('update_config'\) is not supported"):
+            llm.collective_rpc("update_config", args=({"load_config": {"load_format": "tensorizer"}},))
 
 
 def test_a_function_of_the_script_itself(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
