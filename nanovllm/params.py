@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from nanovllm.checks import Default, checked_params
 from nanovllm.config import option, told
@@ -29,7 +29,7 @@ class SamplingParams(FieldsOfOthers):
     the fix. vLLM's further arguments accept only their neutral value.
     """
 
-    _call: ClassVar[str] = "SamplingParams"
+    _call = "SamplingParams"
     # fmt: off
     temperature: float = option(1.0, "0 is greedy. Otherwise logits are divided by it.",
         "Negative, or too small or too large for float32.")

@@ -120,5 +120,7 @@ def test_at_run_time_vllms_neutral_arguments_are_taken() -> None:
     assert SamplingParams(best_of=None) == SamplingParams()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="'max_tokns'; did you mean 'max_tokens'"):
         SamplingParams(max_tokns=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unknown argument '_call'; it knows: temperature, "):
+        SamplingParams(_call="x")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="'max_seqs'; did you mean 'max_num_seqs'"):
         LLM("m", max_seqs=3)  # type: ignore[call-arg]

@@ -299,6 +299,24 @@ ELSEWHERE: dict[str, _Elsewhere] = {
         "Text Generation Inference", "SamplingParams(stop=[...])", """--sampling '{"stop": ["..."]}'"""
     ),
     "response_format": _Elsewhere("OpenAI", _SCHEMA, _SCHEMA_FLAG),
+    "batch_size": _Elsewhere(
+        "transformers", "LLM(model, max_num_seqs=...), if at all", "--max-num-seqs VALUE"
+    ),
+    "device_map": _Elsewhere(
+        "transformers", "LLM(model, tensor_parallel_size=...)", "--tensor-parallel-size VALUE"
+    ),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit"),
+        _Elsewhere(
+            "transformers",
+            "LLM(model, quantization='fp8'), on a CPU 'int8' or 'int4', or load a quantised checkpoint",
+            "--quantization fp8, on a CPU int8 or int4, or load a quantised checkpoint",
+        ),
+    ),
+    "n_ctx": _Elsewhere("llama.cpp", "LLM(model, max_model_len=...)", "--max-model-len VALUE"),
+    "n_gpu_layers": _Elsewhere(
+        "llama.cpp", "LLM(model, device='cuda') or device='cpu' for all layers", "--device cuda or cpu"
+    ),
     **dict.fromkeys(("guided_decoding", "guided_json"), _Elsewhere("vLLM", _SCHEMA, _SCHEMA_FLAG)),
     # classes
     "GuidedDecodingParams": _Elsewhere(
