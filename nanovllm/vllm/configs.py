@@ -4,7 +4,7 @@ read of an engine, as in `llm.llm_engine.vllm_config.cache_config.block_size`. D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,11 +82,6 @@ class VllmConfig:
 
 def view_of(config: Any, model_config: Any, room: Any, vocab_size: int) -> VllmConfig:
     """The settings of an engine. room: the executor's. vocab_size: the tokens that may be drawn."""
-
-    def size() -> int:
-        return vocab_size
-
-    get_vocab_size: Callable[[], int] = size
     ranks, replicas = config.tensor_parallel_size, config.data_parallel_size
     return VllmConfig(
         model_config=_Part(
@@ -100,7 +95,7 @@ def view_of(config: Any, model_config: Any, room: Any, vocab_size: int) -> VllmC
             logprobs_mode=config.logprobs_mode,
             enforce_eager=config.enforce_eager,
             quantization=config.quantization,
-            get_vocab_size=get_vocab_size,
+            get_vocab_size=lambda: vocab_size,
         ),
         cache_config=_Part(
             "cache_config",
