@@ -36,6 +36,9 @@ STAY: dict[str, dict[str, list[str]]] = {  # by file below tests/ and name
         "test_a_million_prompts_are_read_in_bounded_memory": [],
         "test_soak": ["in_step"],
     },
+    "cpu/engine/test_vllm_processors.py": {
+        "test_replicas_have_both": [],
+    },
     "cpu/jobs/test_jobs_faults.py": {
         "test_100_000_rows_with_bad_ones_in_flat_memory": [],
         "test_a_job_goes_on_when_a_replica_is_killed": [],

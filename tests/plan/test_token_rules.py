@@ -19,6 +19,7 @@ from nanovllm.extras.token_rules import (
     BadWords,
     Grammar,
     MinTokens,
+    Replay,
     Rule,
     RuledRow,
     TokenSet,
@@ -37,7 +38,7 @@ def ids_of(bits: np.ndarray, vocab_size: int = V) -> set[int]:
     return {i for i in range(vocab_size) if bits[i // 32] >> (i % 32) & 1}
 
 
-def allowed(rule: AllowedTokens | MinTokens | BadWords, output_ids: Sequence[int]) -> set[int]:
+def allowed(rule: AllowedTokens | MinTokens | BadWords | Replay, output_ids: Sequence[int]) -> set[int]:
     bits = np.full(-(-V // 32), -1, np.int32)
     rule.restrict(bits, [*PROMPT, *output_ids], len(PROMPT))
     return ids_of(bits)
@@ -58,6 +59,15 @@ def test_min_tokens(min_tokens: int, stop_ids: set[int], output_ids: list[int]) 
 def test_bad_words(words: list[list[int]], output_ids: list[int]) -> None:
     banned = {i for i in range(V) for word in words if [*output_ids, i][-len(word) :] == word}
     assert allowed(BadWords(words), output_ids) == set(range(V)) - banned
+
+
+def test_a_replay_allows_its_next_token() -> None:
+    rule = Replay([5, 40, 5])
+    assert [allowed(rule, output) for output in ([], [5], [5, 40])] == [{5}, {40}, {5}]
+    bits = np.zeros((1, 3), np.int32)
+    rules: list[Rule] = [AllowedTokens([7]), rule]
+    restrict_all([RuledRow(0, rules, [9, 9, 5], 2)], bits)
+    assert ids_of(bits[0]) == {40}, "whatever the other rules say"
 
 
 def test_bad_words_become_bits_where_they_occur(monkeypatch: pytest.MonkeyPatch) -> None:

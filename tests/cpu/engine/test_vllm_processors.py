@@ -239,6 +239,16 @@ def test_an_engine_may_allow_whitespace_and_close_objects(plain: LLM) -> None:
         assert own.structured_outputs == StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
 
 
+def test_replicas_have_both(plain: LLM) -> None:
+    """What an engine adds, and a trace, are in the parameters that a replica gets."""
+    config = {"disable_any_whitespace": False, "disable_additional_properties": True}
+    with LLM(**OPTIONS, data_parallel_size=2, structured_outputs_config=config) as llm:
+        expected = texts(plain, structured(disable_any_whitespace=False, disable_additional_properties=True))
+        assert texts(llm, structured()) == expected
+        trace = [40, 2, 41]
+        assert ids(llm, SamplingParams(trace_decode_token_ids=trace)) == [trace] * 3
+
+
 def test_the_reasoning_parser_may_be_in_it() -> None:
     with pytest.raises(
         ValueError, match="reasoning_parser='x', and in structured_outputs_config 'y'; pass one"
