@@ -8,7 +8,10 @@ from typing import Any
 
 QUOTE = '<|"|>'
 _BARE = re.compile(r"[^,\]}]*")
-_KEY = re.compile(r'\s*(?:<\|"\|>(?P<quoted>.*?)<\|"\|>|(?P<bare>[^:{}\[\],]+?))\s*:', re.DOTALL)
+_KEY = re.compile(
+    r'\s*(?:<\|"\|>(?P<quoted>.*?)<\|"\|>|(?P<json>"(?:[^"\\]|\\.)*")|(?P<bare>[^:{}\[\],]+?))\s*:', re.DOTALL
+)
+_DECODER = json.JSONDecoder(strict=False)  # of strings as JSON has them, which models write, too
 _MAX_DEPTH = 100
 _PYTHON = {"None": None, "True": True, "False": False}
 
@@ -35,6 +38,11 @@ def _read(text: str, at: int, depth: int) -> tuple[Any, int]:
         return _read_object(text, at + 1, depth)
     if text.startswith("[", at):
         return _read_list(text, at + 1, depth)
+    if text.startswith('"', at):
+        try:
+            return _DECODER.raw_decode(text, at)
+        except ValueError:
+            raise ValueError("a string has no end") from None
     match = _BARE.match(text, at)
     assert match is not None
     return _bare(match[0].strip()), match.end()
@@ -47,10 +55,15 @@ def _read_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
         match = _KEY.match(text, at)
         if match is None:
             raise ValueError("a key is missing")
-        key = match["bare"] if match["quoted"] is None else match["quoted"]
-        found[key], at = _read(text, match.end(), depth + 1)
+        found[_key(match)], at = _read(text, match.end(), depth + 1)
         at = _next(text, at, "}")
     return found, at + 1
+
+
+def _key(match: re.Match[str]) -> str:
+    if match["json"] is not None:
+        return str(_DECODER.decode(match["json"]))
+    return str(match["bare"] if match["quoted"] is None else match["quoted"])
 
 
 def _read_list(text: str, at: int, depth: int) -> tuple[list[Any], int]:

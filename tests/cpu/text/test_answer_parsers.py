@@ -57,7 +57,7 @@ def by_tokens(parsers: AnswerParsers, detokenizer: Detokenizer, asked: Asked, to
     for token_id in token_ids:
         assert not stream.append(token_id)
         texts.append(stream.take())
-        thoughts.append(stream.take_reasoning())
+        thoughts.append(stream.take_reasoning() or "")
     found = stream.parsed()
     text, thinking = "".join(texts), "".join(thoughts)
     assert found.text.startswith(text) and (found.reasoning or "").startswith(thinking)
