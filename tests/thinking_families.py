@@ -70,8 +70,9 @@ def template(
         more.get("result", say(before) + "{{ m.role }}" + say(behind)),
         more.get("end", say(close)),
     )
+    turn = more.get("turn", say(assistant))
     return (
-        f"{head}{{% for m in messages %}}{{% if m.role == 'assistant' %}}{more.get('turn', say(assistant))}{thought}"
+        f"{head}{{% for m in messages %}}{{% if m.role == 'assistant' %}}{turn}{thought}"
         "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{% set n = c.function.name %}"
         f"{{% set a = c.function.arguments %}}{calls}{{% endfor %}}{say(close)}{{% elif m.role == 'tool' %}}"
         f"{result}{{{{ m.content }}}}{close_result}{{% else %}}{say(before)}{{{{ m.role }}}}{say(behind)}"

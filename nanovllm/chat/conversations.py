@@ -20,7 +20,7 @@ from nanovllm.chat.templates import PLAIN, TemplateError, TemplateProcess, appli
 from nanovllm.checks import BadRow, attempt
 from nanovllm.inputs import show, to_list
 from nanovllm.reasoning.messages import fit_reasoning
-from nanovllm.reasoning.templates import thinking_variables
+from nanovllm.reasoning.templates import takes_xml_tools, thinking_variables
 from nanovllm.text.prompts import Prompt, check_text
 
 if TYPE_CHECKING:
@@ -187,6 +187,9 @@ def check_template_options(
     template = find_template(tokenizer, chat_template, all_tools)
     chosen = None if chat_template is None else template
     variables = {**variables, **_switches(template, thinking, variables)}
+    if all_tools and takes_xml_tools(template) and not {"xml_tools", "python_tools"} & variables.keys():
+        schemas = attempt(_schemas, all_tools)  # an error is one of each conversation
+        variables |= {} if isinstance(schemas, Exception) else {"xml_tools": schemas}
     options = {"chat_template": chosen, "tools": all_tools, **flags}
     given = [*variables, "tools"] if all_tools else variables
     _warn_of_unused(template, tuple(name for name in given if name not in template))

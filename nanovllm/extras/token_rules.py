@@ -147,7 +147,12 @@ class Grammar:
         return start if self._gate is None else self._gate.text_start(token_ids, start)
 
     def sleep(self, bits: np.ndarray) -> None:
-        """Allow all tokens but those that end the output, which would have no text."""
+        """Allow all tokens but those that end the output, which would have no text; where the thinking is
+        being opened, the next token of that."""
+        if self._gate is not None and self._gate.openers:
+            bits[:] = 0
+            TokenSet(self._gate.openers).add_to(bits)
+            return
         bits[:] = _ALL_TOKENS
         self._stops.take_from(bits)
 
@@ -171,8 +176,8 @@ class Grammar:
             self._matcher = self._matchers.alone()
             self._matcher.consume_tokens(list(token_ids[start:]))
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if self._gate is not None and self._gate.opener is not None:
-            TokenSet([self._gate.opener]).add_to(bits)
+        if self._gate is not None and self._gate.openers:
+            TokenSet(self._gate.openers).add_to(bits)
         self._may_end = self._matcher.is_accepting()
         self.dead_end = None
         if self._may_end:

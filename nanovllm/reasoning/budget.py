@@ -22,17 +22,20 @@ class BudgetMarks(NamedTuple):
 
     start, ends: what begins the thinking, and the single tokens that end it. calls: tokens that begin a tool
     call, which ends the count. closing: what is written when the budget is spent; it holds one of `ends`.
+    num_label: tokens of a label behind `start`, which do not count.
     """
 
     start: tuple[int, ...]
     ends: frozenset[int]
     calls: frozenset[int]
     closing: tuple[int, ...]
+    num_label: int = 0
 
 
 def budget_marks(family: Thinking | Channels, vocabulary: Vocabulary) -> BudgetMarks:
     """The tokens of a family's marks. ValueError if an end mark is no single token: then it cannot be
-    recognised, however a model writes it."""
+    recognised, however a model writes it. A start mark that is one token is recognised whatever the tokens
+    of its label are."""
     ids = {str(mark): token_id for token_id, mark in vocabulary.mark_of.items()}
     ends = family.ends if isinstance(family, Channels) else (family.end,)
     if missing := [end for end in ends[:1] if end not in ids]:
@@ -47,7 +50,9 @@ def budget_marks(family: Thinking | Channels, vocabulary: Vocabulary) -> BudgetM
         return BudgetMarks(start, frozenset(ids[end] for end in ends if end in ids), frozenset(), closing)
     calls = frozenset(ids[call.mark] for call in family.calls if call.mark in ids)
     closing = encode(family.end if family.label else f"\n{family.end}\n\n")
-    return BudgetMarks(encode(family.start + family.label), frozenset([ids[family.end]]), calls, closing)
+    whole = encode(family.start + family.label)
+    start = (ids[family.start],) if family.start in ids else whole
+    return BudgetMarks(start, frozenset([ids[family.end]]), calls, closing, len(whole) - len(start))
 
 
 class ThinkingBudget:
@@ -63,6 +68,7 @@ class ThinkingBudget:
         self._marks, self._budget, self._is_open = marks, budget, is_open
         self._has_begun = is_open
         self._count = 0
+        self._label_left = 0  # tokens of a label that are still to come
         self._num_read = 0  # tokens of the output
         self._num_closed = 0  # tokens of the closing that stand at the end of the output
 
@@ -78,16 +84,20 @@ class ThinkingBudget:
                 self._is_open = False
             elif self._is_open:
                 self._is_open = token_id not in marks.ends and token_id not in marks.calls
-                self._count += self._is_open
+                if self._label_left:
+                    self._label_left -= 1
+                else:
+                    self._count += self._is_open
             else:
                 begin = at + 1 - len(marks.start)
                 if begin >= start and tuple(token_ids[begin : at + 1]) == marks.start:
                     self._is_open = self._has_begun = True
+                    self._label_left = marks.num_label
         self._num_read = len(token_ids) - start
 
     @property
     def _is_spent(self) -> bool:
-        return self._count >= self._budget
+        return self._count >= self._budget and not self._label_left
 
     def wakes(self, token_ids: Sequence[int], start: int) -> int:
         """The place of the first token that it may restrict, as far as `token_ids` tell; places count from
@@ -101,10 +111,10 @@ class ThinkingBudget:
         if self._num_closed:
             return len(token_ids)
         if self._is_open:
-            return len(token_ids) + left
+            return len(token_ids) + self._label_left + left
         if self._has_begun and not left:
             return len(token_ids) + RECHECKED
-        return len(token_ids) + len(self._marks.start) + left
+        return len(token_ids) + len(self._marks.start) + self._marks.num_label + left
 
     def restrict(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
         """As of the rules in `extras/token_rules.py`. Where it closes, its token is the only one that is

@@ -47,6 +47,10 @@ class Harmony:
         return self._part is True
 
     @property
+    def is_held(self) -> bool:
+        return False
+
+    @property
     def is_text(self) -> bool:
         return self._part is False and not self._is_call
 

@@ -28,13 +28,15 @@ class Thinking:
     """How a family marks its thinking.
 
     start, end: the marks. label: text behind the start mark that belongs to it. calls: tool calls that may
-    begin before the end mark, which the model then leaves out.
+    begin before the end mark, which the model then leaves out. lead: what the model writes before the start
+    mark.
     """
 
     start: str = "<think>"
     end: str = "</think>"
     label: str = ""
     calls: tuple[CallMark, ...] = ()
+    lead: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ REASONING: dict[str, Thinking | Channels] = {
     "deepseek_r1": Thinking(),
     "deepseek_v3": Thinking(),
     "openai_gptoss": Channels(),
-    "glm45": Thinking(calls=(CallMark("<tool_call>", ""),)),
+    "glm45": Thinking(calls=(CallMark("<tool_call>", ""),), lead="\n"),
     "smollm3": Thinking(),
     "nemotron_v3": Thinking(calls=_FUNCTION_CALL),
     "minimax_m2": Thinking(calls=(CallMark("<minimax:tool_call>", "<invoke"),)),

@@ -12,7 +12,7 @@ import xxhash
 from nanovllm.answers import CompletionOutput, changed
 from nanovllm.extras.stop_strings import StopSearch, StopStrings, text_stream
 from nanovllm.params import SamplingParams
-from nanovllm.reasoning.answers import ThinkingStream
+from nanovllm.reasoning.answers import CountedThinking, ThinkingStream
 from nanovllm.reasoning.marks import REASONING, Channels, Thinking
 from nanovllm.reasoning.prompts import Vocabulary, begin
 from nanovllm.reasoning.splitter import Begin, Splits, Splitter
@@ -107,23 +107,18 @@ class AnswerParsers:
                 stream.append(token_id)
             stream.finish()
             return self.parsed(stream.reasoning, stream.text, asked, stream.num_reasoning_tokens)
-        splits, mark_of = self.splits(asked.prompt_ids), self.vocabulary.mark_of
-        parts, before, count = [], list(asked.prompt_ids), 0
+        counted, mark_of = CountedThinking(self.splits(asked.prompt_ids)), self.vocabulary.mark_of
+        parts, before = [], list(asked.prompt_ids)
         for is_mark, run in groupby(token_ids, mark_of.__contains__):
             ids = list(run)
             if is_mark:
-                for token_id in ids:
-                    was_open = splits.is_open
-                    parts.append(splits.feed(mark_of[token_id]))
-                    count += was_open or splits.is_open
+                parts += [counted.feed(mark_of[token_id]) for token_id in ids]
             else:
-                was_open = splits.is_open
-                parts.append(splits.feed(detokenizer.text(before, ids)))
-                count += len(ids) * (was_open or splits.is_open)
+                parts.append(counted.feed(detokenizer.text(before, ids), len(ids)))
             before += ids
-        parts.append(splits.finish())
+        parts.append(counted.finish())
         reasoning, text = ("".join(each) for each in zip(*parts, strict=True))
-        return self.parsed(reasoning, text, asked, count)
+        return self.parsed(reasoning, text, asked, counted.number)
 
     def _stream(self, detokenizer: Detokenizer, asked: Asked) -> ThinkingStream:
         splits = self.splits(asked.prompt_ids)

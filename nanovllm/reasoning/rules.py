@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nanovllm.reasoning.budget import BudgetMarks, ThinkingBudget, budget_marks
-from nanovllm.reasoning.gate import ThinkingGate, gate_of
+from nanovllm.reasoning.gate import GateArguments, ThinkingGate, gate_of
 from nanovllm.reasoning.marks import Channels, Thinking
 from nanovllm.reasoning.prompts import Vocabulary, begin
 
@@ -21,7 +21,7 @@ class ThinkingRules(NamedTuple):
 
     marks: BudgetMarks | None
     is_open: bool
-    gate: tuple[tuple[int, ...], int | None, bool] | None
+    gate: GateArguments | None
 
     def new_budget(self, budget: int) -> ThinkingBudget:
         """The rule of one sequence."""

@@ -37,6 +37,10 @@ class Splits(Protocol):
         """Whether the answer is inside its thinking."""
 
     @property
+    def is_held(self) -> bool:
+        """Whether the last pieces wait for others, which tell whether they are thinking."""
+
+    @property
     def is_text(self) -> bool:
         """Whether what comes is text, so that no thinking can begin."""
 
@@ -86,6 +90,10 @@ class Splitter:
     @property
     def is_open(self) -> bool:
         return self._state in (_State.FRESH, _State.INSIDE, _State.CALL)
+
+    @property
+    def is_held(self) -> bool:
+        return self._state in (_State.CALL, _State.CALLED)
 
     @property
     def is_text(self) -> bool:

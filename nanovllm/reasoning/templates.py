@@ -217,6 +217,14 @@ def _effort(effort: str, read: Read, template: str) -> dict[str, Any]:
     )
 
 
+def takes_xml_tools(template: str) -> bool:
+    """Whether a template reads its tools from the variable xml_tools, as SmolLM3's, and not from tools."""
+    if "xml_tools" not in template:
+        return False
+    variables = read_template(template).variables
+    return "xml_tools" in variables and "tools" not in variables
+
+
 def reasoning_fields(template: str) -> list[str]:
     """The fields in which a template reads the thinking of an earlier message; none: it reads none."""
     fields = read_template(template).fields

@@ -105,6 +105,11 @@ def test_other_marks() -> None:
     for late in (0, 1):
         found = write("gemma4", "", "<|channel>thought\nabcd", 2, late)
         assert found == "<|channel>thought\nab<channel|>cd"
+        # its label in other tokens, as many
+        found = write("gemma4", "", "<|channel>THOUGHT\nabcd", 2, late)
+        assert found == "<|channel>THOUGHT\nab<channel|>cd"
+        found = write("gemma4", "", "<|channel><channel|>ab<|channel>thought\ncdefg", 2, late, 60)
+        assert found == "<|channel><channel|>ab<|channel>thought\ncd<channel|>efg"
         found = write("openai_gptoss", "<|start|>assistant", answer, 2, late, 100)
         assert found == f"<|channel|>analysis<|message|>ab{final}cd"
 
@@ -118,6 +123,8 @@ def test_other_marks() -> None:
         ("qwen3", "", "<think>ab</think>cd", "cd"),
         ("qwen3", "", "ab<think>c</think>", "ab<think>c</think>"),  # the first token decides
         ("qwen3", "<think>\n", "a<think>b</think>c</think>d", "c</think>d"),
+        ("glm45", "", "\n<think>ab</think>cd", "cd"),
+        ("glm45", "", "\n", None),  # then only a start mark may follow
         ("gemma4", "", "<|channel>thought\na<channel|>b", "b"),
         ("openai_gptoss", "<|start|>assistant", "<|channel|>analysis<|message|>a<|end|>", None),
         ("openai_gptoss", "<|start|>assistant<|channel|>final<|message|>", "a", "a"),
@@ -137,11 +144,11 @@ def test_the_text_begins_behind_the_thinking(name: str, prompt: str, answer: str
     token_ids, start = prompt_ids + TOKENIZER.encode(answer), len(prompt_ids)
     for step in (1, 3, 100):
         gate = ThinkingGate(*gate_of(family, vocabulary, prompt_ids))
-        assert (gate.opener is not None) is (prompt == "")
+        assert bool(gate.openers) is (prompt == "")
         for end in [*range(start, len(token_ids), step), len(token_ids)]:
             found = gate.text_start(token_ids[:end], start)
         assert (None if found is None else TOKENIZER.decode(token_ids[found:])) == text
-        assert answer == "" or gate.opener is None
+        assert bool(gate.openers) is (answer in ("", "\n") and prompt == "")
 
 
 def test_an_end_mark_of_several_tokens_is_refused() -> None:

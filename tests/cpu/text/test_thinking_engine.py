@@ -307,6 +307,22 @@ def test_a_constraint_begins_behind_the_thinking(folder: Path, ahead: bool) -> N
         assert answer.text in choices or (answer.finish_reason == "length" and answer.text == "")
 
 
+def test_a_constraint_lets_a_family_begin_its_thinking_as_it_does(folder: Path) -> None:
+    """GLM-4.5 writes a newline first: then the start mark must follow, whatever the model would do."""
+    pytest.importorskip("llguidance")
+    with CheckedLLM(folder, reasoning_parser="glm45", **OPTIONS) as llm:
+        assert llm.tokenizer is not None
+        newline, start = (llm.tokenizer.convert_tokens_to_ids(each) for each in ("Ċ", "<think>"))
+        params = SamplingParams(temperature=1, seed=0, max_tokens=60, thinking_token_budget=4)
+        params.structured_outputs = StructuredOutputsParams(choice=["Hello", "the world"])
+        for bias, first in (({newline: 100.0}, [newline, start]), ({newline: -100.0, start: -100.0}, None)):
+            params.logit_bias = bias
+            [out] = llm.generate(["I say: "], params, use_tqdm=False)
+            [answer] = out.outputs
+            assert answer.text in ("Hello", "the world") and answer.finish_reason == "stop"
+            assert (answer.token_ids[:2] == first) is (answer.num_reasoning_tokens > 0) is (first is not None)
+
+
 def test_wrong_budgets_are_refused(folder: Path, llm: LLM) -> None:
     for value in (-2, 1.5, "many"):
         with pytest.raises((TypeError, ValueError), match="thinking_token_budget must be an integer"):
