@@ -6,7 +6,7 @@ Asks the engine for logprobs and makes lines of them. What a score is, `choices.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
@@ -22,10 +22,12 @@ from nanovllm.jobs.params import PARAMS_COLUMN, own_params
 from nanovllm.jobs.sources import SourceRow, Values
 from nanovllm.jobs.tasks import PlainFormat, Renderer, Task
 from nanovllm.params import SamplingParams
+from nanovllm.stats.summary import counted
 from nanovllm.text.prompts import Prompt, parse_prompt
 
 LEAST_LOGPROB = -9999.0  # for JSON, which has no infinity
 _DIGITS = 6
+_SHOWN_CHOICES = 10
 _NOTED = 0.5  # a job whose choices take less of the probability says so
 
 
@@ -205,14 +207,26 @@ class _Open:
 
 
 class LabelCounts:
-    """What a run's labels have of the probability."""
+    """How often a run chose each choice, and what the choices have of the probability."""
 
-    def __init__(self) -> None:
-        self.number, self._share = 0, 0.0
+    def __init__(self, texts: Sequence[str] | None) -> None:
+        """texts: the choices; None for a job without."""
+        self._counts: Counter[str] = Counter(dict.fromkeys(texts or (), 0))
+        self._share = 0.0
+
+    @property
+    def number(self) -> int:
+        return self._counts.total()
 
     def add(self, label: Label) -> None:
-        self.number += 1
+        self._counts[label.text] += 1
         self._share += label.share
+
+    def summary(self) -> str:
+        """How often each choice came, the most common first; also some that never came."""
+        found = [f"{count:,} {text.strip()}" for text, count in self._counts.most_common(_SHOWN_CHOICES)]
+        more = len(self._counts) - len(found)
+        return ", ".join([*found, f"{counted(more, 'choice')} less often"] if more > 0 else found)
 
     def note(self) -> str:
         """What a user should know; "" if nothing."""

@@ -22,6 +22,7 @@ from nanovllm.batch import StepKind
 from nanovllm.engine.stats import StepStats
 from nanovllm.extras.outputs import EmbeddingRequestOutput
 from nanovllm.jobs.journal import Journal
+from nanovllm.jobs.labels import LabelCounts
 from nanovllm.jobs.output import Output
 from nanovllm.jobs.parsed import how_it_ended
 from nanovllm.jobs.remaining import Remaining, Speed, Work
@@ -188,8 +189,17 @@ class JobProgress:
     @property
     def tokens_per_second(self) -> float:
         """Output tokens per second since the first step."""
+        return max(self._now.drawn, self.output_tokens) / self._step_seconds
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows that this run finished, per second since the first step."""
+        return (self.finished - self._before) / self._step_seconds
+
+    @property
+    def _step_seconds(self) -> float:
         begin = self._start if self._first_step is None else self._first_step
-        return max(self._now.drawn, self.output_tokens) / max(self._clock() - begin, 1e-9)
+        return max(self._clock() - begin, 1e-9)
 
     def seconds_left(self) -> float | None:
         """How long the job will still take, about; None if nothing tells yet."""
@@ -238,17 +248,44 @@ class JobProgress:
         return max(0.0, total - self.rows_read - max(0, self._before - passed))
 
 
+def summary_of(progress: JobProgress, num_rows: int | None, labels: LabelCounts) -> str:
+    """Rows, errors, tokens and speed of a run, as text; of labels how often each came."""
+    of = "" if num_rows is None else f"{progress.finished:,} of "
+    rows = counted(progress.finished if num_rows is None else num_rows, "row")
+    parts = [f"{of}{rows}, {progress.errors:,} of them with an error"]
+    if progress.reasons:
+        seconds, speed = progress.seconds, f"{short(progress.tokens_per_second)} tok/s"
+        ends = ", ".join(f"{count:,} {reason}" for reason, count in progress.reasons.most_common())
+        ended = f"ended by {ends}"
+        if labels.number:
+            speed, ended = f"{short(progress.rows_per_second)} rows/s", f"labels: {labels.summary()}"
+        parts.append(
+            f"this run: {counted(progress.prompt_tokens, 'token')} in, {progress.output_tokens:,} out, "
+            f"{seconds:,.1f} s with loading, {speed} without"
+        )
+        parts.append(ended)
+    return "; ".join(parts)
+
+
 class History:
     """The statistics of earlier runs, to which those of this run are added.
 
     A run that ends by `kill -9` leaves those of its last save. The numbers of answers and of their tokens
-    come from the output, so each answer counts once.
+    come from the output, so each answer counts once; with `by_rows` also where a row takes several requests.
     marks: where the job was resumed, in seconds of its runs, without the time between them.
     """
 
-    def __init__(self, journal: Journal, output: Output, clock: Callable[[], float] = monotonic) -> None:
-        """Read the statistics of earlier runs, if the output has lines of one."""
-        self._journal, self._output, self._clock = journal, output, clock
+    def __init__(
+        self,
+        journal: Journal,
+        output: Output,
+        clock: Callable[[], float] = monotonic,
+        *,
+        by_rows: bool = False,
+    ) -> None:
+        """Read the statistics of earlier runs, if the output has lines of one. by_rows: whether a request is
+        a row, and not what the engine gets for it."""
+        self._journal, self._output, self._clock, self._by_rows = journal, output, clock, by_rows
         self._due = clock() + _SAVE_SECONDS
         found = journal.state.get("statistics") if output.finished or output.num_dropped else None
         self._before = None if found is None else _read(found["stats"])
@@ -259,7 +296,7 @@ class History:
     def whole(self, stats: EngineStats) -> EngineStats:
         """The statistics of all runs; `stats` are those of this one. Its time axis leaves out pauses."""
         output, before = self._output, self._before
-        if before is None and not self.marks:
+        if before is None and not self.marks and not self._by_rows:
             return stats
         stats = replace(
             stats,

@@ -47,14 +47,14 @@ from nanovllm.jobs.journal import Journal, hash_file, locked
 from nanovllm.jobs.labels import check_arguments
 from nanovllm.jobs.output import COLUMNS, PARSED, Output, put_in_order
 from nanovllm.jobs.parsed import how_it_ended
-from nanovllm.jobs.progress import History, JobProgress
+from nanovllm.jobs.progress import History, JobProgress, summary_of
 from nanovllm.jobs.runner import JobRunner
 from nanovllm.jobs.tasks import Renderer, RowFormat
 from nanovllm.llm import LLM
 from nanovllm.models.registry import open_checkpoint
 from nanovllm.params import SamplingParams
 from nanovllm.report import Answers, GPUMonitor, Sample, check_path, write_report
-from nanovllm.stats.summary import counted, short
+from nanovllm.stats.summary import counted
 
 _RESUMES = "; the same command resumes"
 _SHOWN_FILES = 10
@@ -149,7 +149,7 @@ def _run(runner: JobRunner, journal: Journal, answer: Callable[[], None]) -> int
         journal.update(state=state, pid=None, rows=finished, error_rows=failed)
     if isinstance(error, JobRefusedError) and not signals.seen:
         raise error
-    _say(f"{output_name(args)}: {state}. {_summary(progress, runner.num_rows)}")
+    _say(f"{output_name(args)}: {state}. {summary_of(progress, runner.num_rows, runner.labels)}")
     if note := runner.labels.note():
         _say(note)
     return code
@@ -189,7 +189,7 @@ def _answer(
         with closing(llm):
             _keep_length(journal, runner, llm.model_config.max_model_len)
             signals.check()
-            history = History(journal, runner.output)
+            history = History(journal, runner.output, by_rows=args.choice is not None)
 
             def on_step(step: StepStats) -> None:
                 signals.check()
@@ -271,6 +271,11 @@ def _reported(runner: JobRunner, llm: Any, history: History, params: SamplingPar
                 "Output": output_name(runner.args),
                 "Error rows": output.num_errors,
             }
+            if runner.args.choice is not None:
+                facts["Rows"] = (
+                    "a request is a row, whose prompt is read once, and from the prefix cache again for each "
+                    "further token of a choice"
+                )
             if marks:
                 facts["Resumed"] = f"after {', '.join(f'{mark:,.1f} s' for mark in marks)} of running"
             try:
@@ -309,13 +314,16 @@ def sample_of(index: int, record: dict[str, Any], rendered: str | None = None) -
         reasons = [how_it_ended(reasons[0], text, record.get("reasoning"), record.get("tool_calls"))]
     read, drawn = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     prompt = columns.get("prompt", columns or "") if rendered is None else rendered
-    return Sample(index, row_id, prompt, text or "", tuple(map(str, reasons)), read, drawn, error)
+    scores = record.get("choice_scores")
+    return Sample(index, row_id, prompt, text or "", tuple(map(str, reasons)), read, drawn, error, scores)
 
 
 def _shown_params(args: argparse.Namespace, params: SamplingParams) -> dict[str, object]:
     """The parameters of rows without their own, and how prompts are made."""
     names = ("template", "chat", "system", "chat_template_kwargs", "limit", "shard")
     given = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names if getattr(args, name)}
+    if args.choice is not None:  # nothing is drawn
+        return {"--choice": ", ".join(args.choice)} | given
     return {name: value for name, value in vars(params).items() if value not in (None, [], {})} | given
 
 
@@ -359,22 +367,6 @@ def _defaults(config: Config, model_folder: Path, is_batch: bool) -> dict[str, d
         "sampling": {**vars(recommended), **default_params(is_batch)},
         "prompt": {"columns": COPIED},
     }
-
-
-def _summary(progress: JobProgress, num_rows: int | None) -> str:
-    """Rows, errors, tokens and speed of a job, as text."""
-    of = "" if num_rows is None else f"{progress.finished:,} of "
-    rows = counted(progress.finished if num_rows is None else num_rows, "row")
-    parts = [f"{of}{rows}, {progress.errors:,} of them with an error"]
-    if progress.reasons:
-        seconds = progress.seconds
-        parts.append(
-            f"this run: {counted(progress.prompt_tokens, 'token')} in, {progress.output_tokens:,} out, "
-            f"{seconds:,.1f} s with loading, {short(progress.tokens_per_second)} tok/s without"
-        )
-        ends = ", ".join(f"{count:,} {reason}" for reason, count in progress.reasons.most_common())
-        parts.append(f"ended by {ends}")
-    return "; ".join(parts)
 
 
 def _say(text: str) -> None:

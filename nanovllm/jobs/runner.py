@@ -60,7 +60,7 @@ class JobRunner:
         self.output = output
         self.signals = signals
         self.progress = JobProgress(source, len(output.finished), output.num_errors)
-        self.labels = LabelCounts()
+        self.labels = LabelCounts(args.choice)
         self._held: dict[int, _Line] = {}  # lines that wait for earlier rows, with `ordered`
         self._next = source.first  # the next row to write, with `ordered`
 

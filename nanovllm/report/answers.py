@@ -23,6 +23,7 @@ _EACH = "First of other answers"  # in place of long and short ones, where few d
 _KEPT = 7  # candidates of a kind: no row is shown twice
 MOST_DIFFERENT = 30  # answers that are counted by their text
 _MOST_COUNTED = 200  # characters of such a text
+_SCORES = 5  # of a sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Sample:
 
     index, id: of its prompt. prompt: a string, or the columns of a row by name. text: of the first
     completion. prompt_tokens, tokens: lengths; tokens are those of all completions. error: None for
-    an answer.
+    an answer. scores: of the choices that the answer was chosen from, from 0 to 1.
     """
 
     index: int
@@ -42,6 +43,7 @@ class Sample:
     prompt_tokens: int
     tokens: int
     error: str | None = None
+    scores: Mapping[str, float] | None = None
 
 
 class Answers:
@@ -51,6 +53,8 @@ class Answers:
         self.reasons: Counter[str] = Counter()
         self.prompt_lengths: Counter[int] = Counter()
         self.lengths: Counter[int] = Counter()
+        self.scores: Counter[int] = Counter()  # of the answers that were chosen, in percent
+        self._choices: dict[str, None] = {}
         self._kept: dict[str, list[tuple[int, int, Sample]]] = {kind: [] for kind in _KINDS}
         self._first: dict[str, Sample] = {}  # by text, while there are few
         self._texts: Counter[str] = Counter()
@@ -59,10 +63,11 @@ class Answers:
     @property
     def texts(self) -> dict[str, int]:
         """How often each answer came, the most common first; empty if more than MOST_DIFFERENT differ, if one
-        is long, or if they come less than twice on average."""
-        if not self._are_few or self._texts.total() < 2 * len(self._texts):
+        is long, or if they come less than twice on average. Of choices all, also those that never came."""
+        if not self._are_few or (not self._choices and self._texts.total() < 2 * len(self._texts)):
             return {}
-        return dict(sorted(self._texts.items(), key=lambda each: (-each[1], each[0])))
+        counts = dict.fromkeys(self._choices if len(self._choices) <= MOST_DIFFERENT else (), 0)
+        return dict(sorted((counts | self._texts).items(), key=lambda each: (-each[1], each[0])))
 
     @property
     def samples(self) -> dict[str, list[Sample]]:
@@ -74,7 +79,8 @@ class Answers:
             if kind in ("Longest answers", "Shortest answers"):
                 if self.texts:
                     shown = {sample.text for sample in found["First answers"]}
-                    firsts = [self._first[text] for text in self.texts if text not in shown]
+                    firsts = [each for text, each in self._first.items() if text not in shown]
+                    firsts.sort(key=lambda each: (-self._texts[each.text], each.text))
                     found[_EACH], seen = firsts, seen | {sample.index for sample in firsts}
                     continue
                 if len(self.lengths) == 1:
@@ -104,6 +110,9 @@ class Answers:
         self.reasons.update(sample.reasons)
         self.prompt_lengths[sample.prompt_tokens] += 1
         self.lengths[sample.tokens] += 1
+        if sample.scores:
+            self._choices |= dict.fromkeys(sample.scores)
+            self.scores[round(100 * sample.scores.get(sample.text, 0.0))] += 1
         self._count_text(sample)
         for kind, rank in zip(_KINDS, (sample.index, -sample.tokens, sample.tokens), strict=False):
             self._keep(kind, rank, sample)
@@ -138,7 +147,9 @@ def answers_section(answers: Answers) -> str:
     """The distribution of answers, finish reasons, histograms and samples, as elements of the page."""
     texts = answers.texts
     pictures = [histogram("Prompt lengths", "prompts", answers.prompt_lengths)]
-    if not texts:
+    if answers.scores:
+        pictures.append(histogram("Scores of the answers", "answers", answers.scores, "% of all choices"))
+    elif not texts:
         pictures.append(histogram("Answer lengths", "answers", answers.lengths))
     different = f"<h3>Distribution</h3>\n{bars(texts)}" if texts else ""
     samples = "".join(
@@ -146,10 +157,10 @@ def answers_section(answers: Answers) -> str:
         for kind, kept in answers.samples.items()
         if kept
     )
-    return (
-        f"<h2>Answers</h2>\n{different}<h3>Finish reasons</h3>\n{bars(dict(answers.reasons.most_common()))}"
-        f'<div class="charts">\n{"".join(pictures)}</div>\n{samples}'
-    )
+    reasons = f"<h3>Finish reasons</h3>\n{bars(dict(answers.reasons.most_common()))}"
+    if answers.scores and answers.reasons.keys() == {"stop"}:
+        reasons = ""  # what is chosen always ends
+    return f'<h2>Answers</h2>\n{different}{reasons}<div class="charts">\n{"".join(pictures)}</div>\n{samples}'
 
 
 def bars(counts: Mapping[str, int]) -> str:
@@ -169,8 +180,14 @@ def _card(sample: Sample) -> str:
     if sample.id not in ("", "null", str(sample.index)):
         name += f", id {sample.id}"
     what = "error" if sample.error is not None else ", ".join(sample.reasons)
-    length = f"{sample.prompt_tokens:,} tokens in, {sample.tokens:,} out"
-    about = what if sample.error is not None else f"{length}, {what}"
+    about = what
+    if sample.scores:
+        best = sorted(sample.scores.items(), key=lambda each: -each[1])[:_SCORES]
+        scores = ", ".join(f"{name} {score:.3f}" for name, score in best)
+        more = f", and {len(sample.scores) - _SCORES:,} more" if len(sample.scores) > _SCORES else ""
+        about = f"{sample.prompt_tokens:,} tokens in; scores: {scores}{more}"
+    elif sample.error is None:
+        about = f"{sample.prompt_tokens:,} tokens in, {sample.tokens:,} out, {what}"
     texts = [("prompt", sample.prompt), ("error" if sample.error else "answer", sample.error or sample.text)]
     shown = "".join(
         f'<pre class="{kind}">{escape(clean(_shown(text)))}</pre>' for kind, text in texts if text != ""
@@ -194,9 +211,9 @@ def _plain(value: object) -> str:
 # -- histograms --------------------------------------------------------------------------------------------
 
 
-def histogram(title: str, unit: str, lengths: Mapping[int, int]) -> str:
-    """A picture of how many lengths, in tokens, are in each of about 20 equal steps; where they differ by
-    more than a factor of 64, in steps that double."""
+def histogram(title: str, unit: str, lengths: Mapping[int, int], of: str = "tokens") -> str:
+    """A picture of how many lengths are in each of about 20 equal steps; where they differ by more than a
+    factor of 64, in steps that double. unit: what is counted. of: in what lengths are measured."""
     edges = bin_edges(lengths)
     heights = [0] * (len(edges) - 1)
     for length, count in lengths.items():
@@ -219,7 +236,7 @@ def histogram(title: str, unit: str, lengths: Mapping[int, int]) -> str:
     total = sum(lengths.values())
     mean = sum(length * count for length, count in lengths.items()) / (total or 1)
     note = f"{mean:,.0f} on average, {max(lengths, default=0):,} at most"
-    return frame(title, unit, note, axis, drawn + ticks, "tokens")
+    return frame(title, unit, note, axis, drawn + ticks, of)
 
 
 def bin_edges(lengths: Mapping[int, int]) -> list[int]:

@@ -23,7 +23,7 @@ from nanovllm.report.chart import FONT, STYLE, Chart, Run, clean
 from nanovllm.report.gpu import GPUMonitor, GPUSample, devices_of
 from nanovllm.report.roofline import Cost, Speed, roofline_of
 from nanovllm.stats.calls import StatsCalls
-from nanovllm.stats.summary import EngineStats, TimelinePoint, counted
+from nanovllm.stats.summary import EngineStats, TimelinePoint, counted, short
 
 MAX_ERROR_ROWS = 200  # rows of the table
 MAX_CELL_CHARACTERS = 1000  # of a cell
@@ -193,8 +193,11 @@ def _notes(interval: float, is_resumed: bool, has_roofline: bool, why_not: str |
 
 def _tiles(stats: EngineStats, num_errors: int) -> str:
     """The most important figures."""
-    figures = {
-        "output tokens/s of decode": f"{stats.decode_tokens_per_s:,.0f}",
+    figures = {"output tokens/s of decode": f"{stats.decode_tokens_per_s:,.0f}"}
+    if not stats.num_decode_steps:  # of answers of one token
+        seconds = stats.prefill_seconds or 1.0
+        figures = {"requests/s of prefill": short(stats.num_finished_requests / seconds)}
+    figures |= {
         "prompt tokens/s of prefill": f"{stats.prefill_tokens_per_s:,.0f}",
         "requests finished": f"{stats.num_finished_requests:,}",
         "output tokens": f"{stats.num_output_tokens:,}",
@@ -320,13 +323,14 @@ def charts_of(
     kv_cache, most_kv = lines(lambda point: 100 * point.kv_cache_usage), stats.peak_kv_cache_usage
     hits = lines(lambda point: 100 * point.num_cached_tokens / _num_read(point), prefilling)
     cached = counted(stats.num_cached_tokens, "token")
+    in_decode = f"{stats.decode_batch_size:,.1f} in decode" if stats.num_decode_steps else ""
     preemptions, in_all = lines(lambda point: next(preempted)), f"{stats.num_preemptions:,} in all"
     found = [
         Chart("Output", "tokens/s", output, f"{counted(stats.num_output_tokens, 'token')} in all"),
         Chart("Prefill", "prompt tokens/s", prefill, f"{counted(stats.num_computed_tokens, 'token')} in all"),
         Chart("Running", "sequences", running, f"{most_running:,.0f} at most", whole=True),
         Chart("Waiting", "sequences", waiting, f"{most_waiting:,.0f} at most", whole=True),
-        Chart("Batch size", "sequences of the mean step", batch, f"{stats.decode_batch_size:,.1f} in decode"),
+        Chart("Batch size", "sequences of the mean step", batch, in_decode),
         Chart("Step time", "ms of the mean step", step_ms, f"{counted(steps, 'step')} in all"),
         Chart("KV cache in use", "% of blocks", kv_cache, f"{most_kv:.1%} at most", most=100),
         Chart("Prefix cache hits", "% of prompt tokens", hits, cached, most=100),
