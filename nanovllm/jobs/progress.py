@@ -134,8 +134,7 @@ class JobProgress:
     def planned(self, before: Work, work: Work) -> None:
         """Count what a row asks for, now that it is known better than `before`."""
         self.rows_planned += 1
-        self._remaining.refuse(before)
-        self._remaining.ask(work)
+        self._remaining.plan(before, work)
 
     def labelled(self, tokens: tuple[int, int], read: int, drawn: int, work: Work) -> None:
         """Count a row whose answer is a choice. tokens: of its prompt and its choice. read, drawn: for all

@@ -34,11 +34,13 @@ class Remaining:
 
     A prompt has as many tokens for its size as those of the rows that ended, and of the first prompts, which
     are counted with their template. An answer takes the share of its limit that those before took; without a
-    limit it is as long as theirs. Longer answers that run double.
+    limit it is as long as theirs. Longer answers that run double. Where rows ask for more than they seem to,
+    as those with choices do, the rows that are not planned yet ask for as much more as those that are.
     """
 
     def __init__(self) -> None:
         self._asked, self._ended = _Sums(), _Sums()
+        self._guessed, self._planned = _Sums(), _Sums()  # the same rows, before they were planned and after
         self._read = self._drawn = 0  # tokens of rows that ended
         self._of_unlimited = 0  # drawn tokens of rows without a limit
         self._counted = (0.0, 0)  # the size of the first prompts, and their tokens
@@ -49,6 +51,13 @@ class Remaining:
 
     def ask(self, work: Work) -> None:
         """Count a row that was read."""
+        self._asked.add(work)
+
+    def plan(self, before: Work, work: Work) -> None:
+        """Count what a row asks for, now that it is known better than `before`."""
+        self._guessed.add(before)
+        self._planned.add(work)
+        self._asked.add(before, -1)
         self._asked.add(work)
 
     def refuse(self, work: Work) -> None:
@@ -68,7 +77,7 @@ class Remaining:
         then: an earlier time, from which on the cost of a token is taken. begin: of the first step. more: how
         many times as many rows are still unread as were read.
         """
-        asked, ended = self._asked, self._ended
+        asked, ended = self._all_planned(), self._ended
         if not now.prefill + now.decode or (asked.unlimited and not ended.unlimited):
             return None
         size, tokens = ended.size + self._counted[0], self._read + self._counted[1]
@@ -93,11 +102,26 @@ class Remaining:
             return None
         return scale * (to_read * to_read_cost + to_draw * to_draw_cost)
 
+    def _all_planned(self) -> _Sums:
+        """What all rows that were read will have asked for."""
+        asked, guessed, planned = self._asked, self._guessed, self._planned
+        larger = planned.size / guessed.size if guessed.size else 1.0
+        more = planned.most / guessed.most if guessed.most else 1.0
+        rest, most = (
+            asked.size - planned.size,
+            asked.most - planned.most,
+        )  # below 0: planned rows were refused
+        return _Sums(
+            planned.size + rest * (larger if rest > 0 else 1.0),
+            planned.most + most * (more if most > 0 else 1.0),
+            asked.unlimited,
+        )
+
 
 @dataclass
 class _Sums:  # of the work of rows
     size: float = 0.0
-    most: int = 0
+    most: float = 0
     unlimited: int = 0
 
     def add(self, work: Work, sign: int = 1) -> None:

@@ -16,7 +16,7 @@ from nanovllm.batch import StepKind
 from nanovllm.jobs.formats import open_source
 from nanovllm.jobs.main import main
 from nanovllm.jobs.progress import JobProgress
-from nanovllm.jobs.remaining import Work
+from nanovllm.jobs.remaining import Remaining, Speed, Work
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
 
@@ -223,3 +223,22 @@ def test_long_answers_have_none_before_the_first_is_written() -> None:
     simulation = Simulation([make_row(100, 50, 50)] * 100, 100, COSTS["like a CPU"], 8192)
     simulation.run()
     assert simulation.seen[0][1] is None and simulation.seen[5][1] is not None
+
+
+@pytest.mark.parametrize("num_planned", [16, 64, 200])
+def test_rows_that_are_not_planned_ask_for_as_much_more_as_those_that_are(num_planned: int) -> None:
+    """Each row turns out to read its prompt twice, as choices of two tokens do."""
+    remaining, row, twice = Remaining(), Work(25.0, 1), Work(50.0, 2)
+    for _ in range(200):
+        remaining.ask(row)
+    remaining.count(16 * 25.0, 16 * 90)
+    for _ in range(num_planned):
+        remaining.plan(row, twice)
+    for _ in range(8):
+        remaining.end(twice, 180, 2)
+    now = Speed(8.0, 8, read=16 * 90, drawn=16, prefill=8.0)
+    left = remaining.seconds(now, Speed(0.0), 0.0, 0.0, 0)
+    assert left == pytest.approx(192.0, rel=0.05), "a second a row"
+    remaining.refuse(twice)
+    fewer = remaining.seconds(now, Speed(0.0), 0.0, 0.0, 0)
+    assert fewer is not None and fewer < left

@@ -56,7 +56,9 @@ def totals_of(page: Path) -> dict[str, str]:
 
 def test_a_kill_leaves_the_first_rows_and_the_resumed_job_is_as_one_without(tmp_path: Path, llm: LLM) -> None:
     """With the settings that a user has: 16 prompts at first, on a CPU."""
-    source = write_rows(tmp_path / "rows.jsonl", [{"id": number, "number": number} for number in range(COUNT)])
+    source = write_rows(
+        tmp_path / "rows.jsonl", [{"id": number, "number": number} for number in range(COUNT)]
+    )
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     pages = [tmp_path / "whole.html", tmp_path / "out.html"]
     assert run(source, "-o", whole, *ASKED, *CHOICES, "--report", pages[0], make_llm=Lent(llm)) == 0
@@ -89,4 +91,6 @@ def test_a_kill_leaves_the_first_rows_and_the_resumed_job_is_as_one_without(tmp_
     counts = Counter(row["text"] for row in found)
     for page in map(parse, (each.read_text() for each in pages)):
         bars = [words(each) for each in page.findall(".//table[@class='bars']")]
-        assert any(f"even {counts['even']:,} " in each and "neither of them 0 (0.0%)" in each for each in bars)
+        assert any(
+            f"even {counts['even']:,} " in each and "neither of them 0 (0.0%)" in each for each in bars
+        )
