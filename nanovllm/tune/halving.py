@@ -1,24 +1,29 @@
 """The search: successive halving over settings, in bounded time.
 
-Every setting runs a few rows, the faster half runs twice as many, and so on (K. Jamieson and A. Talwalkar,
-"Non-stochastic best arm identification and hyperparameter optimization", AISTATS 2016). Asks a function to
-measure, and a clock; knows neither models nor processes.
+Every setting runs twice, the faster half twice more, and so on; the last ones several times on more rows (K.
+Jamieson and A. Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS
+2016). Asks a function to measure, and a clock; knows neither models nor processes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from nanovllm.tune.settings import Setting
+from nanovllm.tune.settings import Setting, least_rows
 
-LEAST_ROWS = 8  # of a trial: fewer say nothing
+PROBE_ROWS = 8  # of the first trial, which tells how long trials take
+_PROBE_SHARE = 0.05  # of the time, for the second one
+FINALISTS = 3  # beside the job's own setting
+_PASSES = 2  # of a round: each setting runs so often, and its fastest trial counts
+_REPEATS, _MOST_REPEATS = 3, 7  # of the finalists' trials: planned, and while two of them are close
 _SLOWER = 3.0  # than the best so far, for each row: such a trial is cut off
 _SPARE_SECONDS = 20.0  # of a trial, for a start that takes longer than the first one
 _PLANNED = 0.8  # of the time that is left: some settings are slower than the job's own
-_LEAD = 1.03  # over the job's own setting: less may be chance
+_LEAD = 1.02  # over the job's own setting: less may be chance
+_MANY_MORE = 1.5  # times as many rows: then the finalists begin again
+_CLOSE = 1.03  # finalists that differ by less are tried once more, if there is time
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,16 @@ Outcome: TypeAlias = "Measured | Failed"
 Measure: TypeAlias = Callable[[Setting, int, float], Outcome]
 
 
+class Cost(NamedTuple):
+    """Seconds of a trial: of its start, and of each row."""
+
+    start: float
+    row: float
+
+    def of(self, rows: int) -> float:
+        return self.start + rows * self.row
+
+
 @dataclass
 class Search:
     """What a search has found so far; `run` may be interrupted at any time.
@@ -64,46 +79,35 @@ class Search:
     most_rows: int
     started: Callable[[Setting, int], object] = lambda setting, rows: None
     trials: dict[Setting, Outcome] = field(default_factory=dict)
+    _end: float = 0.0
+    _cost: Cost = Cost(0.0, 0.0)  # noqa: RUF009
     _alive: list[Setting] = field(default_factory=list)  # beside the job's own
-    _round: int = 0
-    _rounds_of: dict[Setting, int] = field(default_factory=dict)  # in which their last outcome came
-    _own: dict[int, Measured] = field(default_factory=dict)  # the job's own setting, by round
+    _pass: int = 0
+    _runs: dict[Setting, dict[int, float]] = field(default_factory=dict)  # seconds of a row by pass
 
     def run(self) -> None:
-        """Search until one setting is left beside the job's own, or the time is over.
+        """Search until the finalists are told apart, or the time is over.
 
-        The first setting is the job's own: it is tried first, which tells how long trials take, and runs in
-        every round, so that all are compared with it on the same rows.
+        The first setting is the job's own: it is tried first, and runs in every pass, so that all are
+        compared with it on the same rows. A pass has so many rows that each of its settings can show what it
+        does (`least_rows`). A setting for which there is no time for that is left out.
         """
-        end = self.clock() + self.seconds
-        own = self.settings[0]
-        others = list(self.settings[1:])
-        outcome = self._try(own, min(LEAST_ROWS, self.most_rows), self.seconds)
-        first = outcome if isinstance(outcome, Measured) else self._first_that_runs(others, end)
-        if first is None:
+        self._end = self.clock() + self.seconds
+        if not self._probe():
             return
-        rounds = self._rounds(len(others))
-        while others and not self._fits(len(others), rounds, end, first):
-            others.pop()
-            rounds = self._rounds(len(others))
-        self._alive = others
-        for left in range(rounds, 0, -1):
-            alive = [each for each in others if not isinstance(self.trials.get(each), Failed)]
-            found = self.trials.get(own)
-            first = found if isinstance(found, Measured) else first  # its last trial tells best
-            here = [own, *alive] if isinstance(found, Measured) else alive
-            rows = self._rows(len(here), left, end, first) if alive else None
-            if rows is None:
-                return
-            self._round += 1
-            for setting in here:
-                if self.clock() >= end:
+        self._alive = [each for each in self.settings[1:] if not isinstance(self.trials.get(each), Failed)]
+        while self._alive and self._rows() < max(map(self._least_rows, self._alive)):
+            # Those that need the most rows go first, and of these the ones that differ in most options.
+            last = max(range(len(self._alive)), key=lambda place: self._rank_of_need(place))
+            del self._alive[last]
+        rows = self._rows()
+        while len(self._alive) > FINALISTS:
+            for _ in range(_PASSES):
+                if not self._try_all(rows):
                     return
-                self._try(setting, rows, end - self.clock())
-            ranked = sorted(alive, key=self._rank)
-            self._alive = others = ranked[: max(1, len(ranked) // 2)]
-            if len(alive) == 1 and rows == self.most_rows:
-                return
+            ranked = sorted(self._alive, key=lambda each: -(self.gain(each) or 0.0))
+            self._alive = ranked[: max(FINALISTS, len(ranked) // 2)]
+        self._repeat(rows)
 
     @property
     def left_out(self) -> list[Setting]:
@@ -111,7 +115,7 @@ class Search:
         return [each for each in self.settings if each not in self.trials]
 
     def best(self) -> Setting | None:
-        """The fastest setting that is left, or the job's own, if that is not 3 % slower. None if none ran."""
+        """The fastest setting that is left, or the job's own, if that is not 2 % slower. None if none ran."""
         own = self.settings[0]
         ran = [each for each in self._alive if self.gain(each) is not None]
         if not ran:
@@ -123,67 +127,128 @@ class Search:
         return own if is_chance and isinstance(self.trials[own], Measured) else best
 
     def gain(self, setting: Setting) -> float | None:
-        """How many times as fast a setting was as the job's own in the same round; None if it did not run.
-        Where the job's own never ran, its rows a second."""
-        outcome = self.trials.get(setting)
-        if not isinstance(outcome, Measured):
+        """How many times as fast a setting was as the job's own, by the fastest trial of each in the passes
+        of both: what disturbs a trial makes it slower. None if it did not run. Where the job's own did not
+        run, its rows a second."""
+        if not isinstance(self.trials.get(setting), Measured):
             return None
-        own = self._own.get(self._rounds_of[setting])
-        return (1.0 if own is None else own.seconds_per_row) / outcome.seconds_per_row
+        runs, own = self._runs[setting], self._runs.get(self.settings[0], {})
+        fastest = min((own[number] for number in runs if number in own), default=1.0)
+        return fastest / min(runs.values())
 
-    def _first_that_runs(self, others: list[Setting], end: float) -> Measured | None:
-        """The first outcome of the other settings, if the job's own fails."""
-        for setting in list(others):
-            left = end - self.clock()
-            if left <= 0:
-                return None
-            outcome = self._try(setting, min(LEAST_ROWS, self.most_rows), left)
+    # -- trials ---------------------------------------------------------------------------------------------
+
+    def _probe(self) -> bool:
+        """Try the job's own setting, or if it fails the first other one that runs, on a few rows and on more,
+        which tells the cost of trials. Return whether one ran."""
+        for setting in self.settings:
+            few = self._try(setting, min(PROBE_ROWS, self.most_rows))
+            if isinstance(few, Measured):
+                break
+            if self.clock() >= self._end:
+                return False
+        else:
+            return False
+        self._cost = Cost(few.loading, few.seconds_per_row)
+        rows = min(self.most_rows, int(_PROBE_SHARE * self.seconds / few.seconds_per_row))
+        more = self._try(setting, rows) if rows >= 2 * few.rows else None
+        if isinstance(more, Measured):
+            slope = (more.seconds - few.seconds) / (more.rows - few.rows)
+            row = min(more.seconds_per_row, max(slope, more.seconds_per_row / 2))
+            self._cost = Cost(more.loading + more.seconds - more.rows * row, row)
+        return True
+
+    def _try_all(self, rows: int) -> bool:
+        """A pass: the job's own setting and all that are left. Return whether there was time for all."""
+        self._pass += 1
+        own = self.settings[0]
+        here = [own, *self._alive] if isinstance(self.trials[own], Measured) else [*self._alive]
+        found = []
+        for setting in here:
+            if self.clock() >= self._end:
+                return False
+            outcome = self._try(setting, rows)
             if isinstance(outcome, Measured):
-                return outcome
-            others.remove(setting)
-        return None
+                found.append(outcome)
+            elif setting in self._alive:
+                self._alive.remove(setting)
+        if found:
+            loading = max(each.loading for each in found)
+            self._cost = Cost(loading, sum(each.seconds_per_row for each in found) / len(found))
+        return bool(self._alive)
 
-    def _try(self, setting: Setting, rows: int, left: float) -> Outcome:
-        """Measure a setting, and cut it off where it is much slower than the best so far."""
-        limit = left
-        ran = [found for found in self.trials.values() if isinstance(found, Measured)]
-        if ran:
-            fastest = min(found.seconds_per_row for found in ran)
-            loading = max(found.loading for found in ran)
-            limit = min(left, _SPARE_SECONDS + 2 * loading + _SLOWER * rows * fastest)
+    def _repeat(self, rows: int) -> None:
+        """Try the finalists again and again, each time beside the job's own setting: on more rows than
+        before, if there is time for many more."""
+        more = self._rows()
+        before = self._pass
+        rows = more if (is_anew := more >= _MANY_MORE * rows) else rows
+        for number in range(_MOST_REPEATS):
+            if not self._alive or rows < max(map(self._least_rows, self._alive)):
+                return
+            if self._end - self.clock() < (len(self._alive) + 1) * self._cost.of(rows):
+                return
+            if not self._try_all(rows):
+                if is_anew and self._pass == before + 1:  # not all have run on so many rows
+                    self._forget(lambda number: number > before)
+                return
+            if is_anew:
+                self._forget(lambda number: number <= before)
+            if number + 1 >= _REPEATS and not self._are_close():
+                return
+
+    def _forget(self, is_gone: Callable[[int], bool]) -> None:
+        """Forget what finalists took in some passes."""
+        for setting in self._alive:
+            kept = {number: took for number, took in self._runs[setting].items() if not is_gone(number)}
+            self._runs[setting] = kept or self._runs[setting]
+
+    def _are_close(self) -> bool:
+        """Whether the best two, among finalists and the job's own, differ by so little that it may be
+        chance."""
+        own = [1.0] if self.settings[0] in self._runs else []
+        gains = sorted([*own, *(self.gain(each) or 0.0 for each in self._alive)], reverse=True)
+        return len(gains) > 1 and gains[0] < _CLOSE * gains[1]
+
+    def _try(self, setting: Setting, rows: int) -> Outcome:
+        """Measure a setting, and cut it off where it is much slower than the best so far in its pass."""
+        limit = left = self._end - self.clock()
+        here = [runs[self._pass] for runs in self._runs.values() if self._pass in runs]
+        if self._pass and here:
+            limit = min(left, _SPARE_SECONDS + 2 * self._cost.start + _SLOWER * rows * min(here))
         self.started(setting, rows)
         outcome = self.measure(setting, rows, limit)
         if isinstance(outcome, Failed) and outcome.is_late:
             if limit >= left:  # not slower than others, but the last one
                 return outcome
             outcome = Failed(f"{outcome.reason}, more than {_SLOWER:g} times as long as the best")
-        self.trials[setting], self._rounds_of[setting] = outcome, self._round
-        if setting == self.settings[0] and isinstance(outcome, Measured):
-            self._own[self._round] = outcome
+        self.trials[setting] = outcome
+        if isinstance(outcome, Measured):
+            self._runs.setdefault(setting, {})[self._pass] = outcome.seconds_per_row
         return outcome
 
-    @staticmethod
-    def _rounds(num_others: int) -> int:
-        return max(1, math.ceil(math.log2(max(1, num_others))) + 1) if num_others else 0
+    # -- rows -----------------------------------------------------------------------------------------------
 
-    def _fits(self, num_others: int, rounds: int, end: float, first: Measured) -> bool:
-        """Whether all rounds can have LEAST_ROWS rows or more."""
-        return self._affordable(num_others + 1, rounds, end, first) >= min(LEAST_ROWS, self.most_rows)
+    def _least_rows(self, setting: Setting) -> int:
+        return min(self.most_rows, least_rows(setting))
 
-    def _rows(self, num_here: int, rounds: int, end: float, first: Measured) -> int | None:
-        """The rows of each trial in this round; None if there is no time for a useful one."""
-        rows = min(self.most_rows, int(self._affordable(num_here, rounds, end, first)))
-        return rows if rows >= min(LEAST_ROWS, self.most_rows) else None
+    def _rank_of_need(self, place: int) -> tuple[int, int, int]:
+        setting = self._alive[place]
+        return self._least_rows(setting), len(setting), place
 
-    def _affordable(self, num_here: int, rounds: int, end: float, first: Measured) -> float:
-        """The rows of a trial in a round, if all rounds that are left take equally long, but for loading."""
-        loading, here = 0.0, num_here
-        for _ in range(rounds):
-            loading += here * first.loading
-            here = 1 + max(1, (here - 1) // 2)
-        left = _PLANNED * (end - self.clock()) - loading
-        return left / (rounds * num_here * first.seconds_per_row)
+    def _rows(self) -> int:
+        """The most rows of a trial with which there is time for all passes to come; 0 for none."""
+        left = _PLANNED * (self._end - self.clock())
+        least, most = 0, self.most_rows
+        while least < most:
+            middle = (least + most + 1) // 2
+            least, most = (middle, most) if self._planned(middle) <= left else (least, middle - 1)
+        return least
 
-    def _rank(self, setting: Setting) -> float:
-        outcome = self.trials.get(setting)
-        return outcome.seconds_per_row if isinstance(outcome, Measured) else math.inf
+    def _planned(self, rows: int) -> float:
+        """The seconds of all passes to come, if each trial has so many rows."""
+        trials, here = 0, len(self._alive)
+        while here > FINALISTS:
+            trials += _PASSES * (here + 1)
+            here = max(FINALISTS, here // 2)
+        return (trials + _REPEATS * (here + 1)) * self._cost.of(rows)

@@ -1,4 +1,4 @@
-"""A job of labels as a process that SIGKILL ends: what is written stays, and the totals are those of all rows."""
+"""A job of labels as a process that SIGKILL ends: what is written stays, and totals are those of all rows."""
 
 from __future__ import annotations
 
