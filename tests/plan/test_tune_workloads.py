@@ -35,8 +35,8 @@ WORKLOADS = ("labels", "chats", "long prompts", "few")
 
 
 class Costs(NamedTuple):
-    """Seconds of a prefill step and of a decode step, and of each token and sequence in them. A step with more
-    tokens than `cached` leaves the caches, and so do more sequences than `kept`."""
+    """Seconds of a prefill step and of a decode step, and of each token and sequence in them. A step with
+    more tokens than `cached` leaves the caches, and so do more sequences than `kept`."""
 
     prefill: float
     token: float
@@ -49,7 +49,7 @@ class Costs(NamedTuple):
 MACHINES = {
     "cpu": Costs(0.004, 8e-5, 1024, 0.004, 4e-4, 48),
     "slow start of steps": Costs(0.05, 4e-5, 4096, 0.02, 2e-5, 4096),
-    "cuda": Costs(0.002, 4e-6, 16384, 0.004, 8e-6, 600),
+    "cuda": Costs(0.002, 4e-6, 8192, 0.004, 2e-5, 64),
 }
 
 
@@ -120,7 +120,7 @@ def test_the_choice_is_within_3_percent_of_the_best_of_the_grid(machine: str, wo
     tried = grid_of(machine, most_rows)
     grid = {each: seconds_of(machine, workload, each, most_rows) for each in tried}
     minutes = 15 if workload != "long prompts" else 60
-    losses, times = [], []
+    losses = []
     for seed in range(10):
         trials = Trials(machine, workload, seed)
         search = Search(tried, trials.measure, trials.clock, 60.0 * minutes, most_rows)
@@ -128,10 +128,6 @@ def test_the_choice_is_within_3_percent_of_the_best_of_the_grid(machine: str, wo
         best = search.best()
         assert best is not None and trials.now <= 60 * minutes
         losses.append(grid[best] / min(grid.values()) - 1)
-        times.append(trials.now / 60)
-    print(
-        f"{machine}, {workload}: {[f'{each:.1%}' for each in losses]}, {max(times):.1f} minutes, own {grid[()] / min(grid.values()) - 1:.1%}, spread {max(grid.values()) / min(grid.values()):.2f}, left {len(search.left_out)}"
-    )
     assert max(losses) < 0.03, losses
 
 
