@@ -104,7 +104,7 @@ def print_found(search: Search, args: argparse.Namespace, out: TextIO) -> None:
         return
     gain = search.gain(best)
     if best == search.settings[0]:
-        print("the job's own settings are the best here: no other one is faster by 3 % or more", file=out)
+        print("the job's own settings are the best here: no other one is faster by 2 % or more", file=out)
     elif gain is not None:
         note = "; its answers differ from those of the job's own" if changes_answers(best) else ""
         print(f"{_name(best)} is the fastest: {gain:.2f} times the job's own{note}", file=out)

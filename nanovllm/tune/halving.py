@@ -95,19 +95,38 @@ class Search:
         self._end = self.clock() + self.seconds
         if not self._probe():
             return
-        self._alive = [each for each in self.settings[1:] if not isinstance(self.trials.get(each), Failed)]
-        while self._alive and self._rows() < max(map(self._least_rows, self._alive)):
+        waiting = [each for each in self.settings[1:] if not isinstance(self.trials.get(each), Failed)]
+        while waiting:
+            # The start may have been slow, so there may be time for more than seemed: the best goes on.
+            best = self.best()
+            kept = [] if best is None or best == self.settings[0] or not self._pass else [best]
+            left = self._admit(kept, waiting)
+            if len(left) == len(waiting):
+                return
+            waiting = left
+            rows = self._rows()
+            if self._halve(rows):
+                self._repeat(rows)
+
+    def _admit(self, kept: list[Setting], waiting: list[Setting]) -> list[Setting]:
+        """Go on with `kept` and as many others as there is time for; return those that are left out."""
+        self._alive, left = [*kept, *waiting], []
+        while len(self._alive) > len(kept) and self._rows() < max(map(self._least_rows, self._alive)):
             # Those that need the most rows go first, and of these the ones that differ in most options.
-            last = max(range(len(self._alive)), key=lambda place: self._rank_of_need(place))
-            del self._alive[last]
-        rows = self._rows()
+            place = max(range(len(kept), len(self._alive)), key=self._rank_of_need)
+            left.append(self._alive.pop(place))
+        return [each for each in waiting if each in left]
+
+    def _halve(self, rows: int) -> bool:
+        """Run all that are left and keep the faster half, until they are finalists. Return whether there was
+        time for that."""
         while len(self._alive) > FINALISTS:
             for _ in range(_PASSES):
                 if not self._try_all(rows):
-                    return
+                    return False
             ranked = sorted(self._alive, key=lambda each: -(self.gain(each) or 0.0))
             self._alive = ranked[: max(FINALISTS, len(ranked) // 2)]
-        self._repeat(rows)
+        return True
 
     @property
     def left_out(self) -> list[Setting]:

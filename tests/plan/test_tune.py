@@ -162,6 +162,24 @@ def test_a_trial_that_the_end_of_the_time_cuts_off_has_not_failed() -> None:
         assert len(search.left_out) + len(search.trials) == len(search.settings)
 
 
+def test_time_that_is_left_is_for_settings_that_were_left_out() -> None:
+    """The first trials of a machine may be slow, as they compile kernels."""
+    bench = Bench(cost)
+    search = search_of(bench, 30)
+    measure = bench.measure
+
+    def slow_at_first(setting: Setting, rows: int, limit: float) -> Outcome:
+        bench.loading = 60.0 if len(bench.calls) < 2 else 5.0
+        return measure(setting, rows, limit)
+
+    search.measure = slow_at_first
+    search.run()
+    first_pass = {setting for setting, _ in bench.calls[2:8]}
+    best = search.best()
+    assert best is not None and dict(best) == {"max_num_seqs": 32, "max_num_batched_tokens": 1024}
+    assert best not in first_pass and len(search.left_out) <= 3 and bench.now <= 1800
+
+
 def test_settings_are_compared_within_their_round() -> None:
     """The machine may be faster in a later one, with as many rows."""
     bench = Bench(lambda options: 1.0)

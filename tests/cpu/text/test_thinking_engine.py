@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,34 @@ def test_chats_have_calls_with_the_types_of_their_tools(llm: LLM) -> None:
     [out] = llm.chat([USER, message, result], says(llm, "</think>Hello"), use_tqdm=False, tools=TOOLS)
     assert out.prompt is not None
     assert '<think>hm</think><tool_call>\n<function=f>{"n": 12}</function></tool_call>' in out.prompt
+
+
+def test_the_example_of_many_conversations_runs_on_an_engine(llm: LLM) -> None:
+    """Each conversation calls a function, gets its result, and is answered; the calls are of all at once."""
+    example = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "tools.py"))
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    first = "hm</think><tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n<parameter=b>\n4\n"
+    answers = [first + "</parameter>\n</function>\n</tool_call>", "so</think>Hello"]
+    both = [
+        [*tokenizer(each, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for each in answers
+    ]
+
+    def write(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        has_result = "<|turn|>tool" in tokenizer.decode(list(prompt_ids))
+        forced = torch.full_like(logits, -torch.inf)
+        forced[both[has_result][len(output_ids)]] = 0
+        return forced
+
+    conversations: list[Any] = [[{"role": "user", "content": f"Hello {number}"}] for number in range(5)]
+    params = SamplingParams(temperature=0, max_tokens=200, logits_processors=[write])
+    example["converse"](llm, conversations, params)
+    for conversation in conversations:
+        assert [each["role"] for each in conversation] == ["user", "assistant", "tool", "assistant"]
+        _, call, result, answer = conversation
+        assert call["reasoning"] == "hm" and result["tool_call_id"] == call["tool_calls"][0]["id"]
+        assert (result["content"], answer["content"], answer["reasoning"]) == ("7", "Hello", "so")
+    assert len({each[1]["tool_calls"][0]["id"] for each in conversations}) == 5
 
 
 def test_a_chat_switches_thinking(llm: LLM) -> None:
