@@ -315,7 +315,9 @@ def sample_of(index: int, record: dict[str, Any], rendered: str | None = None) -
     read, drawn = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     prompt = columns.get("prompt", columns or "") if rendered is None else rendered
     scores = record.get("choice_scores")
-    return Sample(index, row_id, prompt, text or "", tuple(map(str, reasons)), read, drawn, error, scores)
+    return Sample(
+        index, row_id, prompt, text or "", tuple(map(str, reasons)), read, drawn, error, scores=scores
+    )
 
 
 def _shown_params(args: argparse.Namespace, params: SamplingParams) -> dict[str, object]:

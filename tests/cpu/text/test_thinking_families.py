@@ -2,54 +2,39 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from test_answer_parsers import by_tokens
-from test_texts import make_tokenizer
-from test_tool_calls import WRITERS
-from thinking_families import FAMILIES, THINK, Family
-from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast
-
-from nanovllm.chat.conversations import (
-    Thinking,
-    check_template_options,
-    parse_conversations,
-    render_conversations,
+from thinking_answers import (
+    CITY,
+    KINDS,
+    TEXT,
+    THINKING,
+    THOUGHT,
+    TOOLS,
+    called,
+    ids_of,
+    is_open,
+    parse,
+    parsers_of,
+    prompt_of,
+    prompts_of,
+    tokenizer_of,
 )
+from thinking_families import FAMILIES
+
 from nanovllm.chat.templates import TemplateProcess
 from nanovllm.extras.stop_strings import StopSearch
-from nanovllm.reasoning import marks
 from nanovllm.reasoning.budget import ThinkingBudget, budget_marks
 from nanovllm.reasoning.gate import ThinkingGate
 from nanovllm.reasoning.marks import REASONING
-from nanovllm.reasoning.parsers import AnswerParsers, Asked, Parsed
+from nanovllm.reasoning.parsers import Asked
 from nanovllm.reasoning.rules import thinking_rules
 from nanovllm.reasoning.templates import find_reasoning, find_tool_format, thinking_variables
-from nanovllm.reasoning.tool_calls import parse_tool_calls
-from nanovllm.reasoning.tool_formats import TOOL_CALLS
 from nanovllm.text.detokenizer import Detokenizer
-
-THOUGHT, TEXT = "First < second,\n  so 3 🌍 > 2.", "    The wörld: 日本語\n"
-CITY = {"city": "São Paulo", "days": 3, "tags": ["a", {"b": None}]}
-PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}}
-FUNCTION = {
-    "name": "get_weather",
-    "description": "?",
-    "parameters": {"type": "object", "properties": PROPERTIES},
-}
-TOOLS = [{"type": "function", "function": FUNCTION}]
-USER = {"role": "user", "content": "What are <think> and </think>, <|channel|>final<|message|> and [/THINK]?"}
-THINKING = [name for name, each in FAMILIES.items() if each.reasoning]
-# Marks are tokens of their own, as the family has them; special tokens; or text, several tokens each.
-KINDS = ("own", "special", "text")
 
 
 @pytest.fixture(scope="module")
@@ -57,72 +42,6 @@ def process() -> Iterator[TemplateProcess]:
     process = TemplateProcess()
     yield process
     process.close()
-
-
-@lru_cache
-def tokenizer_of(name: str, kind: str = "own") -> PreTrainedTokenizerFast:
-    """Its turns are tokens in any case."""
-    family, tokenizer = FAMILIES[name], make_tokenizer("byte_level")
-    thinking = {*THINK, "<|channel>", "<channel|>"} | {mark for mark in family.marks if "tool_call" in mark}
-    thinking |= set(family.marks) if family.reasoning == "openai_gptoss" else set()
-    marks = [each for each in family.marks if kind != "text" or each not in thinking]
-    tokenizer.add_tokens(
-        [AddedToken(mark, special=family.special or kind == "special", normalized=False) for mark in marks]
-    )
-    tokenizer.chat_template = family.template
-    return tokenizer
-
-
-@lru_cache
-def parsers_of(name: str, kind: str = "own") -> AnswerParsers:
-    tokenizer = tokenizer_of(name, kind)
-    return AnswerParsers(tokenizer, FAMILIES[name].reasoning and "auto", "auto")
-
-
-def prompt_of(
-    process: TemplateProcess, name: str, messages: Any = (USER,), kind: str = "own", **more: Any
-) -> str:
-    """The prompt of a conversation, as `llm.chat` makes it."""
-    tokenizer = tokenizer_of(name, kind)
-    thinking = Thinking(more.pop("on", None), more.pop("effort", None))
-    tools = more.pop("tools", None)
-    options = check_template_options(tokenizer, None, True, False, tools, more, thinking)
-    [found] = render_conversations(tokenizer, parse_conversations([[*messages]]), options, process)
-    assert not isinstance(found, Exception), found
-    assert found.text is not None
-    return found.text
-
-
-def ids_of(name: str, *pieces: str, kind: str = "own") -> list[int]:
-    """The tokens of pieces: a mark whose letters are in two pieces is a quotation."""
-    tokenizer = tokenizer_of(name, kind)
-    return [each for piece in pieces for each in tokenizer(piece, add_special_tokens=False)["input_ids"]]
-
-
-def parse(name: str, prompt: str, *pieces: str, kind: str = "own", length: int | None = None) -> Parsed:
-    """The answer, cut off at `length` tokens; the same by a stream and at the end."""
-    parsers, detokenizer = parsers_of(name, kind), Detokenizer(tokenizer_of(name, kind))
-    asked = Asked(ids_of(name, prompt, kind=kind), 0, TOOLS)
-    token_ids = ids_of(name, *pieces, kind=kind)[:length]
-    found = parsers.whole(detokenizer, asked, token_ids)
-    assert by_tokens(parsers, detokenizer, asked, token_ids) == found
-    return found
-
-
-def is_open(name: str, prompt: str, kind: str = "own") -> bool:
-    """Whether a prompt has begun the thinking."""
-    return parsers_of(name, kind).splits(ids_of(name, prompt, kind=kind)).is_open
-
-
-def called(arguments: Any, **more: Any) -> list[dict[str, Any]]:
-    """A question, an answer with a call, and its result."""
-    call = {
-        "id": "call00001",
-        "type": "function",
-        "function": {"name": "get_weather", "arguments": arguments},
-    }
-    result = {"role": "tool", "tool_call_id": "call00001", "name": "get_weather", "content": "sun"}
-    return [USER, {"role": "assistant", "content": "", "tool_calls": [call], **more}, result]
 
 
 # -- templates -----------------------------------------------------------------------------------------------
@@ -185,14 +104,6 @@ def test_where_answers_begin(process: TemplateProcess, name: str, kind: str) -> 
 
 
 # -- thinking ------------------------------------------------------------------------------------------------
-
-
-def prompts_of(process: TemplateProcess, name: str, kind: str = "own") -> Iterator[tuple[str, bool]]:
-    """Prompts by which a model thinks, and whether they have begun the thinking."""
-    options: dict[str, Any] = {} if FAMILIES[name].switch is None else {"on": True}
-    for messages in ([USER], called(CITY)):
-        prompt = prompt_of(process, name, messages, kind, **options)
-        yield prompt, is_open(name, prompt, kind)
 
 
 @pytest.mark.parametrize(("name", "kind"), product(THINKING, KINDS))
@@ -379,130 +290,3 @@ def test_a_schema_begins_behind_the_thinking(process: TemplateProcess, name: str
         assert gate is not None
         ids = [*prompt_ids, *ids_of(name, '{"a": 1}')]
         assert gate.text_start(ids, len(prompt_ids)) == len(prompt_ids)
-
-
-# -- calls ---------------------------------------------------------------------------------------------------
-
-
-def call_of(name: str, arguments: Any) -> str:
-    """A call as a model writes it."""
-    text = WRITERS[FAMILIES[name].calls]("get_weather", arguments)
-    return text if name != "gpt_oss" else f"<|end|><|start|>assistant{text}"
-
-
-@pytest.mark.parametrize(("name", "kind"), product(FAMILIES, KINDS))
-def test_calls_behind_the_thinking(process: TemplateProcess, name: str, kind: str) -> None:
-    """In OpenAI's form, with the types of the tool's schema."""
-    family: Family = FAMILIES[name]
-    options: dict[str, Any] = {} if family.switch is None else {"on": True}
-    prompt = prompt_of(process, name, kind=kind, tools=TOOLS, **options)
-    has_begun = family.reasoning is not None and is_open(name, prompt, kind)
-    for arguments in (CITY, {"city": "a < b {}", "days": 3}, {"city": "12"}, {}):
-        text = f"I look.{call_of(name, arguments)}"
-        answer = text if family.reasoning is None else family.thinking("hm", text, has_begun)
-        found = parse(name, prompt, answer, kind=kind)
-        assert (found.text, found.errors) == ("I look.", [])
-        assert (found.reasoning or "hm").strip() == "hm" and (found.reasoning is None) is (
-            family.reasoning is None
-        )
-        [call] = found.tool_calls or ()
-        assert call["type"] == "function" and call["function"]["name"] == "get_weather"
-        assert json.loads(call["function"]["arguments"]) == arguments
-
-
-def test_tools_reach_a_template_that_names_them_otherwise(process: TemplateProcess) -> None:
-    """SmolLM3's reads xml_tools; what the caller gives itself stays."""
-
-    def get_weather(city: str) -> str:
-        """The weather.
-
-        Args:
-            city: A city.
-        """
-        return city
-
-    for tools in (TOOLS, [get_weather]):
-        assert '"name": "get_weather"' in prompt_of(process, "smollm3", tools=tools)
-    own = prompt_of(process, "smollm3", tools=TOOLS, xml_tools=["mine"])
-    assert '"mine"' in own and "get_weather" not in own
-
-
-@pytest.mark.parametrize("name", THINKING)
-def test_calls_that_begin_within_the_thinking(process: TemplateProcess, name: str) -> None:
-    """They end it where the family does that, if no end mark comes later; elsewhere they are thoughts."""
-    family = FAMILIES[name]
-    known = REASONING[family.reasoning or ""]
-    call = WRITERS[family.calls]("get_weather", CITY)
-    if name == "gpt_oss":
-        return  # its calls are messages of their own
-    assert isinstance(known, marks.Thinking)
-    ends = any(call.startswith(each.mark) and each.follows in call for each in known.calls)
-    assert ends or family.calls in ("hermes", "deepseek_v3", "deepseek_v31")
-    for prompt, has_begun in prompts_of(process, name):
-        begins = family.begins * (not has_begun)
-        found = parse(name, prompt, f"{begins}hm\n{call}")
-        assert (len(found.tool_calls or ()), found.text) == (int(ends), "")
-        before = len(ids_of(name, begins.lstrip("\n"), "hm\n"))
-        assert found.num_reasoning_tokens == before + (0 if ends else len(ids_of(name, call)))
-        assert (found.reasoning or "").strip() == ("hm" if ends else f"hm\n{call}")
-        found = parse(name, prompt, f"{begins}hm\n{call}{family.ends}Yes")
-        assert (found.tool_calls, found.text) == ([], "Yes") and call in (found.reasoning or "")
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_past_calls_in_either_form(process: TemplateProcess, name: str) -> None:
-    """The prompt has what the model would have written, whichever form the arguments come in."""
-    form = TOOL_CALLS[FAMILIES[name].calls]
-    for given in (CITY, {}):
-        prompts = []
-        for arguments, content in product(
-            (given, json.dumps(given, ensure_ascii=False)), ("", None, "I look.")
-        ):
-            prompt = prompt_of(process, name, called(arguments, content=content), tools=TOOLS)
-            behind = prompt.rpartition(USER["content"])[2].replace(" <|constrain|>json", "")
-            [call] = parse_tool_calls(behind, form, TOOLS).calls
-            assert json.loads(call["function"]["arguments"]) == given and "sun" in behind
-            prompts.append(prompt.replace("I look.", ""))
-        assert len(set(prompts)) == 1
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_past_thinking_from_any_field(process: TemplateProcess, name: str) -> None:
-    family = FAMILIES[name]
-    texts = {
-        prompt_of(process, name, called(CITY, **{each: "Zorbit"}))
-        for each in ("reasoning", "reasoning_content", "thinking")
-    }
-    [text] = texts
-    assert text.count("Zorbit") == (family.thought is not None)
-    if family.thought is not None and family.reasoning != "openai_gptoss":
-        parsers = replace(family)
-        assert f"Zorbit{parsers.ends.rstrip()}" in text
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_an_answer_goes_back_as_a_message(process: TemplateProcess, name: str) -> None:
-    """Its parts, as `llm.chat` returns them: the next prompt holds the thinking, if the family keeps it, and
-    the call."""
-    family = FAMILIES[name]
-    options: dict[str, Any] = {} if family.switch is None else {"on": True}
-    prompt = prompt_of(process, name, tools=TOOLS, **options)
-    has_begun = family.reasoning is not None and is_open(name, prompt)
-    text = call_of(name, CITY)
-    if name == "gpt_oss":
-        text = f"{family.begins}Zorbit{text}"
-    elif family.reasoning is not None:
-        text = family.thinking("Zorbit", text, has_begun)
-    found = parse(name, prompt, text)
-    message = {
-        "role": "assistant",
-        "content": found.text,
-        "reasoning": found.reasoning,
-        "tool_calls": found.tool_calls,
-    }
-    [call] = found.tool_calls or ()
-    result = {"role": "tool", "tool_call_id": call["id"], "name": "get_weather", "content": "sun"}
-    again = prompt_of(process, name, [USER, message, result], tools=TOOLS).rpartition(USER["content"])[2]
-    [read] = parse_tool_calls(again.replace(" <|constrain|>json", ""), TOOL_CALLS[family.calls], TOOLS).calls
-    assert json.loads(read["function"]["arguments"]) == CITY
-    assert again.count("Zorbit") == (family.thought is not None)
