@@ -1,6 +1,6 @@
 """The search: successive halving over settings, in bounded time.
 
-Every setting runs twice, the faster half twice more, and so on; the last ones several times on more rows (K.
+Every setting runs three times, the faster half again, and so on; the last ones several times on more rows (K.
 Jamieson and A. Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS
 2016). Asks a function to measure, and a clock; knows neither models nor processes.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import NamedTuple, TypeAlias
 
 from nanovllm.tune.settings import Setting, least_rows
@@ -16,12 +17,13 @@ from nanovllm.tune.settings import Setting, least_rows
 PROBE_ROWS = 8  # of the first trial, which tells how long trials take
 _PROBE_SHARE = 0.05  # of the time, for the second one
 FINALISTS = 3  # beside the job's own setting
-_PASSES = 2  # of a round: each setting runs so often, and its fastest trial counts
-_REPEATS, _MOST_REPEATS = 3, 7  # of the finalists' trials: planned, and while two of them are close
+_PASSES = 3  # of a round: so often each setting runs
+_REPEATS, _MOST_REPEATS = 3, 7  # of the finalists: planned, and while two of them are close
 _SLOWER = 3.0  # than the best so far, for each row: such a trial is cut off
 _SPARE_SECONDS = 20.0  # of a trial, for a start that takes longer than the first one
 _PLANNED = 0.8  # of the time that is left: some settings are slower than the job's own
 _LEAD = 1.02  # over the job's own setting: less may be chance
+_EARLY_LEAD = 1.1  # before a setting has run in _PASSES passes, where one trial may be disturbed
 _MANY_MORE = 1.5  # times as many rows: then the finalists begin again
 _CLOSE = 1.03  # finalists that differ by less are tried once more, if there is time
 
@@ -142,18 +144,21 @@ class Search:
         if not ran:
             return None
         best = max(ran, key=lambda each: self.gain(each) or 0.0)
-        is_chance = own in self.trials and (self.gain(best) or 0.0) < _LEAD
+        lead = _LEAD if len(self._runs[best]) >= _PASSES else _EARLY_LEAD
+        is_chance = own in self.trials and (self.gain(best) or 0.0) < lead
         return own if is_chance and isinstance(self.trials[own], Measured) else best
 
     def gain(self, setting: Setting) -> float | None:
-        """How many times as fast a setting was as the job's own, by the fastest trial of each in the passes
-        of both: what disturbs a trial makes it slower. None if it did not run. Where the job's own did not
-        run, its rows a second."""
+        """How many times as fast a setting was as the job's own: the median of the passes of both. Of one
+        pass or two by the fastest trial of each, because what disturbs a trial mostly makes it slower. None
+        if it did not run. Where the job's own did not run, its rows a second."""
         if not isinstance(self.trials.get(setting), Measured):
             return None
         runs, own = self._runs[setting], self._runs.get(self.settings[0], {})
-        fastest = min((own[number] for number in runs if number in own), default=1.0)
-        return fastest / min(runs.values())
+        both = [number for number in runs if number in own]
+        if len(both) >= _PASSES:
+            return median(own[number] / runs[number] for number in both)
+        return min((own[number] for number in both), default=1.0) / min(runs.values())
 
     # -- trials ---------------------------------------------------------------------------------------------
 
@@ -189,8 +194,8 @@ class Search:
             outcome = self._try(setting, rows)
             if isinstance(outcome, Measured):
                 found.append(outcome)
-            elif setting in self._alive:
-                self._alive.remove(setting)
+            elif setting in self._alive and isinstance(self.trials.get(setting), Failed):
+                self._alive.remove(setting)  # and stays where only the end of the time cut it off
         if found:
             loading = max(each.loading for each in found)
             self._cost = Cost(loading, sum(each.seconds_per_row for each in found) / len(found))
@@ -208,19 +213,13 @@ class Search:
             if self._end - self.clock() < (len(self._alive) + 1) * self._cost.of(rows):
                 return
             if not self._try_all(rows):
-                if is_anew and self._pass == before + 1:  # not all have run on so many rows
-                    self._forget(lambda number: number > before)
                 return
-            if is_anew:
-                self._forget(lambda number: number <= before)
+            if is_anew and number + 1 == _REPEATS:  # enough to forget those on fewer rows
+                for setting in self._alive:
+                    runs = self._runs[setting]
+                    self._runs[setting] = {each: took for each, took in runs.items() if each > before}
             if number + 1 >= _REPEATS and not self._are_close():
                 return
-
-    def _forget(self, is_gone: Callable[[int], bool]) -> None:
-        """Forget what finalists took in some passes."""
-        for setting in self._alive:
-            kept = {number: took for number, took in self._runs[setting].items() if not is_gone(number)}
-            self._runs[setting] = kept or self._runs[setting]
 
     def _are_close(self) -> bool:
         """Whether the best two, among finalists and the job's own, differ by so little that it may be

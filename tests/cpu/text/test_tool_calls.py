@@ -274,6 +274,11 @@ def test_untyped_values(text: str, schema: Any, expected: Any) -> None:
             "<|tool_call>call:f{a:[],b:{c:-1.5}}<tool_call|><|tool_response>",
             [("f", {"a": [], "b": {"c": -1.5}})],
         ),
+        (
+            "gemma4",
+            '<|tool_call>call:f{"a":"b, {c}",d:["e\\"", "]"]}<tool_call|>',  # as JSON has strings
+            [("f", {"a": "b, {c}", "d": ['e"', "]"]})],
+        ),
         ("openai", "<|channel|>commentary to=functions.f<|message|>{}", [("f", {})]),  # the
     ],
 )
@@ -293,6 +298,7 @@ def test_forms(name: str, text: str, calls: Any) -> None:
         ("qwen3_coder", "<tool_call>f(1)</tool_call>"),
         ("gemma4", "<|tool_call>call:f{a:}<tool_call|>"),
         ("gemma4", '<|tool_call>call:f{a:<|"|>b}<tool_call|>'),
+        ("gemma4", '<|tool_call>call:f{a:"b}<tool_call|>'),
         ("gemma4", "<|tool_call>call:f{" + "a:{" * 200),
         ("hermes", "<tool_call>" + '{"a":' * 100_000),
     ],
