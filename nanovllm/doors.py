@@ -165,6 +165,7 @@ ROPES = {
 RANKS = {"processes": "parallel.ranks:Ranks"}
 # What text needs of a model's files.
 TEXT = {
+    "long": "order.texts:Texts.of",  # a long list of strings as prompts, or None
     "match_files": "formats.tokenizer_json.match:match_files",  # makes a tokenizer give the ids of its files
     "parsing": "reasoning.processor:ParsingProcessor",  # a `Processor` that separates thinking and tool calls
     "written_end": "chat.ends:add_written_end",  # has answers end by what a template writes after them
@@ -173,8 +174,8 @@ TEXT = {
 COUNTS = {"steps": "stats.timeline:Timeline", "answers": "vllm.metrics:RequestTimes"}
 # The `Progress` of a call that is shown.
 PROGRESS = {"shown": "stats.progress:ShownProgress"}
-# In which order the requests of a list are computed.
-ORDERS = {"prefixes": "order.tree:by_prefix"}
+# What gives the requests of a list to the executor, in the order that is fastest.
+ORDERS = {"list": "order.feed:Feed"}
 # What yields parts of unfinished answers.
 STREAMS = {"parts": "streams.parts:Parts"}
 # What is known of other libraries: their arguments by call, and what to write instead of one of their names.

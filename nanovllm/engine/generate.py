@@ -46,6 +46,7 @@ class Generation:
     _history: History
     _next_id = 0  # of the next request
     _awaited: deque[RequestOutput] | None = None  # receives outputs of `abort`, for a call or stream
+    _feed: Any = None  # the requests of the running call that the executor does not have yet
 
     def generate(
         self,
@@ -82,7 +83,7 @@ class Generation:
 
     def _generate(
         self,
-        prompts: list[Prompt | BadRow],
+        prompts: Sequence[Prompt | BadRow],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         on_error: str,
@@ -93,16 +94,18 @@ class Generation:
         progress = progress_of(len(prompts), use_tqdm)
         params = self._params(sampling_params, len(prompts))
         if on_error == "raise":
-            raise_first([*prompts, *params])
+            raise_first([*(prompts if isinstance(prompts, list) else ()), *params])
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
-            requests, outputs = self._check(prompts, params, 0, on_error, change)
-            if len(requests) > 2 and self.config.enable_prefix_caching:
-                requests = find(ORDERS["prefixes"])(requests)
+            if len(prompts) > 2:
+                feed = find(ORDERS["list"])(self, prompts, params, on_error, change)
+                requests, outputs = [], feed.refused
+            else:
+                feed, (requests, outputs) = None, self._check(prompts, params, 0, on_error, change)
             with self._emptied_on_error(), progress:
                 self._add(requests)
                 progress.refused(len(outputs))
-                outputs += self._finish_all(progress)
+                outputs += self._finish_all(progress, feed)
         outputs.sort(key=lambda output: output.index)
         hint = LengthHint(self._executor.room.max_model_len)
         hint.asked(0, params)
@@ -160,24 +163,24 @@ class Generation:
         first_index: int = 0,
         on_error: str = "raise",
         change: Callable[[Request], Request] = lambda request: request,
+        taken: tuple[int, Sequence[int]] | None = None,
     ) -> tuple[list[Request], list[RequestOutput]]:
         """Check and tokenise all prompts; return requests, and the outputs of prompts that cannot run.
 
         Queues nothing. Each prompt gets a request id, in order. first_index: of the first prompt among all
-        of the call. change: applied to each request first.
+        of the call. change: applied to each request first. taken: the first id, if ids were given before, and
+        the place of each prompt after it.
         """
-        first_id = self._next_id
-        made = self._processor.make_requests(prompts, params, first_id, first_index, on_error)
+        first_id, places = (self._next_id, range(len(prompts))) if taken is None else taken
+        made = self._processor.make_requests(prompts, params, first_id, first_index, on_error, places)
         requests = [change(each) if isinstance(each, Request) else each for each in made]
         fitting = [attempt(self._fitting, each, of) for each, of in zip(requests, prompts, strict=True)]
         if on_error == "raise":
             raise_first(fitting)
-        self._next_id = first_id + len(prompts)
+        self._next_id += len(prompts) if taken is None else 0
         return [row for row in fitting if isinstance(row, Request)], [
-            self._processor.extras.refused(
-                first_id + row, first_index + row, requests[row], prompts[row], error
-            )
-            for row, error in enumerate(fitting)
+            self._processor.extras.refused(first_id + place, first_index + place, request, prompt, error)
+            for place, request, prompt, error in zip(places, requests, prompts, fitting, strict=True)
             if not isinstance(error, Request)
         ]
 
@@ -213,18 +216,22 @@ class Generation:
         self._history.num_prompt_tokens += sum([len(request.prompt_token_ids) for request in requests])
         self._executor.add(requests, deltas)
 
-    def _finish_all(self, progress: Progress) -> list[RequestOutput]:
-        """Make steps until no request is unfinished. Return all outputs, also those of `abort`, unordered."""
+    def _finish_all(self, progress: Progress, feed: Any = None) -> list[RequestOutput]:
+        """Make steps until no request is unfinished, and `feed`, the requests of a list, is empty. Return all
+        outputs, also those of `abort`, unordered."""
         outputs: list[RequestOutput] = []
-        self._awaited = aborted = deque[RequestOutput]()
+        self._awaited, self._feed, ended = deque(), feed, list[RequestOutput]()
         try:
-            while self._executor.num_requests:
+            while feed or self._executor.num_requests:
                 self._lifecycle.check_open()
-                outputs += self._noted(self._executor.step(), progress)
+                refused = feed.fill(ended) if feed else []
+                progress.refused(len(refused))
+                ended = self._noted(self._executor.step(), progress)
+                outputs += refused + ended
                 self._lifecycle.admit()
+            return [*outputs, *self._awaited]
         finally:
-            self._awaited = None
-        return [*outputs, *aborted]
+            self._awaited = self._feed = None
 
     def _noted(
         self, stepped: tuple[list[RequestOutput], StepStats | None], progress: Progress | None = None

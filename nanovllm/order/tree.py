@@ -7,12 +7,15 @@ an answer.
 from __future__ import annotations
 
 from array import array
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 WIDTH = 32  # tokens that are compared at once: prompts become neighbours if they share so many
+TEXT_WIDTH = 64  # bytes of a text that are compared at once, about half as many tokens
 _CHUNK = 2**14  # prompts whose tokens are copied at once
 MOST_TOKENS = 2**25  # of prompts that are ordered at once, which are copied for it: 128 MiB
 # Odd factors: the sum of products modulo 2**64 is a hash (Dietzfelbinger, 1996). Where two are equal by
@@ -20,22 +23,40 @@ MOST_TOKENS = 2**25  # of prompts that are ordered at once, which are copied for
 _FACTORS = np.random.default_rng(0).integers(0, 2**64, WIDTH // 2 + 1, np.uint64) | np.uint64(1)
 
 
-def tree_order(token_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+class Tree(NamedTuple):
+    """Prompts in the order of a walk through the tree of their beginnings, and their branches, by place in
+    the order: int32 [prompts], but for `shared`."""
+
+    order: np.ndarray  # which prompt
+    units: np.ndarray  # ascending; the largest branch of at most `most` prompts; alone, if there is none
+    families: np.ndarray  # the smallest branch of more than `most` prompts; 0: all
+    shared: np.ndarray  # int32 [families]: the tokens that all of a family begin with
+
+
+def tree_order(token_ids: np.ndarray, offsets: np.ndarray, width: int = WIDTH) -> np.ndarray:
     """The prompts in the order of a walk through the tree of their beginnings: indices, int32 [prompts].
 
-    token_ids: int32, all prompts one after the other. offsets: int64 [prompts + 1], where each begins, and
-    the end. A branch is where its first prompt is, and within it prompts keep their order. So prompts that
-    share nothing stay in place.
+    token_ids: int32, or bytes of texts as uint8; all prompts one after the other. offsets: int64
+    [prompts + 1], where each begins, and the end. A branch is where its first prompt is, and within it prompts keep their order. So prompts that
+    share nothing stay in place. width: of the windows in which they are compared.
     """
+    return tree_of(token_ids, offsets, width).order
+
+
+def tree_of(
+    token_ids: np.ndarray, offsets: np.ndarray, width: int = WIDTH, most: int | None = None
+) -> Tree:
+    """As `tree_order`, with branches: units of at most `most` prompts and families of more; None: none."""
     starts, ends = offsets[:-1], offsets[1:]
     longest = int(np.diff(offsets).max(initial=0))
-    windows = sliding_window_view(token_ids, WIDTH) if len(token_ids) >= WIDTH else token_ids
+    windows = sliding_window_view(token_ids, width) if len(token_ids) >= width else token_ids
     order = np.arange(len(starts), dtype=np.int32)
+    labels = _Labels(len(starts), len(starts) if most is None else most)
     places = order.copy()  # in the order, of prompts that share their first `depth` tokens with another
     branches = np.zeros(len(starts), np.int32)  # of these: the first place of their branch
-    for depth in range(0, longest - WIDTH + 1, WIDTH):
+    for depth in range(0, longest - width + 1, width):
         rows = order[places]
-        places, branches = _going_on(ends[rows] - starts[rows] >= depth + WIDTH, places, branches)
+        places, branches = _going_on(ends[rows] - starts[rows] >= depth + width, places, branches)
         if not len(places):
             break
         rows = order[places]
@@ -49,7 +70,41 @@ def tree_order(token_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
             order[places[some]], branches[some] = _parted(
                 rows[some], places[some], branches[some], hashes[some]
             )
-    return order
+        labels.note(places, branches, depth + width)
+    return labels.tree(order)
+
+
+class _Labels:
+    """The branches by place, `units` and `families` of a `Tree`."""
+
+    def __init__(self, count: int, most: int) -> None:
+        self._most = most
+        self._are_wanted = most < count
+        self._units = np.arange(count, dtype=np.int32)
+        self._families = np.zeros(count if self._are_wanted else 0, np.int32)
+        self._shared = [0]
+
+    def note(self, places: np.ndarray, branches: np.ndarray, depth: int) -> None:
+        """Note branches one level further down. places: ascending within each. branches: their first
+        places. depth: the tokens that each begins with."""
+        if not self._are_wanted:
+            return
+        begins = np.flatnonzero(np.concatenate(([True], branches[1:] != branches[:-1])))
+        sizes = np.diff(begins, append=len(places))
+        some = np.repeat((sizes > 1) & (sizes <= self._most), sizes)
+        some[some] = self._units[places[some]] == places[some]  # in none yet
+        self._units[places[some]] = branches[some]
+        large = np.flatnonzero(sizes > self._most)
+        for begin, size in zip(begins[large].tolist(), sizes[large].tolist(), strict=True):
+            self._families[places[begin : begin + size]] = len(self._shared)
+            self._shared.append(depth)
+
+    def tree(self, order: np.ndarray) -> Tree:
+        shared = np.array(self._shared, np.int32)
+        if not self._are_wanted:
+            return Tree(order, self._units, np.zeros(len(order), np.int32), shared)
+        walk = np.argsort(self._units, kind="stable")
+        return Tree(order[walk], self._units[walk], self._families[walk], shared)
 
 
 def _going_on(long: np.ndarray, places: np.ndarray, branches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -83,32 +138,32 @@ def _parted(
 
 
 def _hashes(windows: np.ndarray, offsets: np.ndarray, rows: np.ndarray, depth: int) -> np.ndarray:
-    """A hash of the WIDTH tokens of each row at `depth`: uint64 [rows]."""
+    """A hash of the window of each row at `depth`: uint64 [rows]."""
     hashes = np.empty(len(rows), np.uint64)
     for start in range(0, len(rows), _CHUNK):
         tokens = windows[offsets[rows[start : start + _CHUNK]] + depth]
-        hashes[start : start + _CHUNK] = np.dot(tokens.view(np.uint64), _FACTORS[:-1])
+        hashes[start : start + _CHUNK] = np.dot(words := tokens.view(np.uint64), _FACTORS[: words.shape[1]])
     return hashes
 
 
-class Prompted(Protocol):
-    """A request."""
+def tree_of_list(beginnings: Sequence[bytes] | Sequence[array[int]], most: int | None = None) -> Tree:
+    """As `tree_of`, in portions of MOST_TOKENS tokens, or of as many bytes; no branch is in two portions.
 
-    @property
-    def prompt_token_ids(self) -> array[int]: ...
-
-
-T = TypeVar("T", bound=Prompted)
-
-
-def by_prefix(requests: list[T]) -> list[T]:
-    """Requests in `tree_order` of their prompts, in portions of MOST_TOKENS tokens."""
-    ends = np.cumsum([0, *[len(each.prompt_token_ids) for each in requests]])
-    ordered: list[T] = []
-    while len(ordered) < len(requests):
-        first = len(ordered)
+    beginnings: all token ids as int32, or all texts as bytes.
+    """
+    is_text = len(beginnings) > 0 and isinstance(beginnings[0], bytes)
+    dtype, width = (np.uint8, TEXT_WIDTH) if is_text else (np.int32, WIDTH)
+    ends = np.cumsum(np.fromiter(chain([0], map(len, beginnings)), np.int64, len(beginnings) + 1))
+    nothing = np.zeros(0, np.int32)
+    found: list[Tree] = [Tree(nothing, nothing, nothing, np.zeros(1, np.int32))]
+    first, num_families = 0, 1
+    while first < len(beginnings):
         end = max(first + 1, int(np.searchsorted(ends, ends[first] + MOST_TOKENS, side="right")) - 1)
-        flat = np.frombuffer(b"".join([each.prompt_token_ids for each in requests[first:end]]), np.int32)
-        order = tree_order(flat, ends[first : end + 1] - ends[first])
-        ordered += [requests[first + row] for row in order.tolist()]
-    return ordered
+        joined = b"".join(beginnings[first:end])
+        offsets = ends[first : end + 1] - ends[first]
+        part = tree_of(np.frombuffer(joined, dtype), offsets, width, most)
+        families = np.where(part.families > 0, part.families + (num_families - 1), 0).astype(np.int32)
+        found.append(Tree(part.order + first, part.units + first, families, part.shared[1:]))
+        num_families += len(part.shared) - 1
+        first = end
+    return Tree(*[np.concatenate(parts).astype(np.int32, copy=False) for parts in zip(*found, strict=True)])

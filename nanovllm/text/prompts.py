@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from nanovllm.checks import BadRow, attempt, checked
+from nanovllm.doors import TEXT, find
 from nanovllm.inputs import NUMBERS, PromptLike, encoded_rows, in_mapping, iterable, show, token_ids_in
 from nanovllm.params import SamplingParams
 
 _Part = TypeVar("_Part")
+_MANY = 2**12  # prompts; a shorter list is parsed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,15 @@ def given_prompts(prompts: Any, prompt_token_ids: Any) -> Any:
     return prompt_token_ids if prompts is None else prompts
 
 
-def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt | BadRow]:
+def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> Sequence[Prompt | BadRow]:
     """Normalise one prompt, or an iterable of prompts.
 
     One prompt is a string, a dictionary, or integers in a list, an array or a one-dimensional tensor.
-    TypeError if `prompts` is neither. A bad prompt is replaced by its error, with value and fix.
+    TypeError if `prompts` is neither. A bad prompt is replaced by its error, with value and fix. A long list
+    of strings without a bad one is no list, and makes its prompts when they are looked at.
     """
+    if isinstance(prompts, list) and len(prompts) > _MANY and (texts := find(TEXT["long"])(prompts)):
+        return cast(Sequence[Prompt], texts)
     items, where = split_prompts(prompts)
     return [attempt(parse_prompt, item, where.format(index)) for index, item in enumerate(items)]
 

@@ -43,8 +43,10 @@ class QueueCalls(LLMEngine):
         return self._lifecycle.visit(lambda: self._abort_between_steps(request_id))
 
     def _abort_between_steps(self, request_id: str | int) -> RequestOutput | None:
+        refused = [] if self._feed is None else self._feed.bring(request_id)
         aborted, parts = self._executor.abort(request_id)
+        parts = [*refused, *parts]
         self._history.answered(parts)
         if self._awaited is not None:
             self._awaited += parts
-        return aborted
+        return refused[0] if refused else aborted

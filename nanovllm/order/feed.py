@@ -1,0 +1,185 @@
+"""Feed: gives the requests of a list to an engine, in the order of `Waiting`, and tokenises as they are needed.
+
+Checks all prompts before the first step. A prompt that tokenising cannot refuse is tokenised later, between
+steps. Makes no step, and keeps no answer.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from nanovllm.answers import RequestOutput, unlisted
+from nanovllm.checks import BadRow, attempt
+from nanovllm.engine.generate import Generation
+from nanovllm.order.texts import Texts
+from nanovllm.order.waiting import Asked, Seen, Slots, Waiting
+from nanovllm.params import SamplingParams
+from nanovllm.text.processor import ENCODED_BYTES
+from nanovllm.text.prompts import Prompt, Request
+
+_AHEAD = 3  # requests in the engine, in multiples of `max_num_seqs`: those that run, and twice as many
+_AHEAD_OF_REPLICAS = 12  # the same, as a router chooses among many
+_PART = 16  # of the requests that are missing there, which are tokenised between two steps
+_GROWTH = 12  # bytes that normalising makes of one: NFKC makes 33 of 3
+_ADDED = 64  # tokens that a tokenizer adds to a text at most, about
+_CHARS = 4  # of a token, about
+_WORD = re.compile(r"\w")
+_TRIED = ("a", "0", "\u0416", "\u6f22", "\ua66e")  # words; tokenizers know no token of the last
+
+
+class Feed:
+    """The requests of a list that the engine does not have yet; `len` is their number."""
+
+    def __init__(
+        self,
+        engine: Generation,
+        prompts: Sequence[Prompt | BadRow],
+        params: Sequence[SamplingParams | BadRow],
+        on_error: str,
+        change: Callable[[Request], Request],
+    ) -> None:
+        """Check all prompts. Raises as `Generation._check`, which also describes the arguments. A list with
+        more than ENCODED_BYTES of text is tokenised as it is needed, but for prompts that tokenising may
+        refuse."""
+        self._engine, self._prompts, self._params = engine, prompts, params
+        self._on_error, self._change = on_error, change
+        self._first_id = engine._next_id
+        texts = _texts(prompts)
+        self._lazily = sum([len(text) for text in texts if text is not None]) > ENCODED_BYTES
+        now: Sequence[int] = range(len(prompts))
+        if self._lazily:
+            now = sorted({*_doubtful(texts, engine), *_unlike(params)})
+        self._made: dict[int, Request] = {}  # by row
+        self.refused = self._make(now)  # outputs of prompts that cannot run
+        engine._next_id += len(prompts)
+        runs = np.ones(len(prompts), bool)
+        runs[[output.index for output in self.refused]] = False
+        self._rows = np.flatnonzero(runs)  # by number in `_waiting`
+        self._numbers = np.cumsum(runs) - 1  # by row
+        self._waiting = self._order(texts)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def fill(self, answers: list[RequestOutput]) -> list[RequestOutput]:
+        """Give the engine requests, if it has few. Return the outputs of prompts that cannot run.
+
+        answers: since the last call; the order follows from their lengths.
+        """
+        for output in answers:
+            if output.error is None:
+                longest = max([len(unlisted(each, "token_ids")) for each in output.outputs], default=0)
+                self._waiting.answered(int(self._numbers[output.index]), longest)
+        config, unfinished = self._engine.config, self._engine._executor.num_requests
+        seqs = config.max_num_seqs * config.data_parallel_size
+        missing = seqs * (_AHEAD if config.data_parallel_size == 1 else _AHEAD_OF_REPLICAS) - unfinished
+        numbers = self._waiting.take(max(missing // _PART, missing - seqs, 0))
+        return self._give(self._rows[numbers].tolist())
+
+    def bring(self, request_id: str | int) -> list[RequestOutput]:
+        """Give the engine the request of this id next, if it waits here. Return its output, if it cannot
+        run."""
+        row = int(request_id) - self._first_id if str(request_id).isdigit() else -1
+        number = int(self._numbers[row]) if 0 <= row < len(self._numbers) else -1
+        if number < 0 or self._rows[number] != row or not self._waiting.has(number):
+            return []
+        refused = self._make([] if row in self._made else [row])
+        self._waiting.remove(number)
+        return refused + self._give([row])
+
+    def _give(self, rows: list[int]) -> list[RequestOutput]:
+        refused = self._make([row for row in rows if row not in self._made])
+        self._engine._add([self._made.pop(row) for row in rows if row in self._made])
+        return refused
+
+    def _make(self, rows: Sequence[int]) -> list[RequestOutput]:
+        """Check and tokenise rows. Return the outputs of those that cannot run."""
+        if not rows:
+            return []
+        requests, refused = self._engine._check(
+            [self._prompts[row] for row in rows],
+            [self._params[row] for row in rows],
+            0,
+            self._on_error,
+            self._change,
+            (self._first_id, rows),
+        )
+        self._made.update((request.index, request) for request in requests)
+        return refused
+
+    def _order(self, texts: Sequence[str | None]) -> Waiting:
+        config, room = self._engine.config, self._engine._executor.room
+        replicas, most, rows = config.data_parallel_size, room.max_model_len, self._rows.tolist()
+        beginnings: Any = [self._made[row].prompt_token_ids for row in rows if row in self._made]
+        if self._lazily:  # the order is made of texts, before they are tokenised
+            beginnings = [
+                self._made[row].prompt_token_ids.tobytes() if (text := texts[row]) is None else text.encode()
+                for row in rows
+            ]
+        sizes = np.fromiter(map(len, beginnings), np.int64, len(rows)) // (_CHARS if self._lazily else 1)
+        params: list[Any] = [self._params[row] for row in rows]
+        asked = [most if each.max_tokens is None else each.max_tokens for each in params]
+        limits = np.clip(np.array(asked, np.int64), 0, np.maximum(most - sizes, 0))
+        return Waiting(
+            beginnings,
+            Asked(sizes, limits, np.array([each.n for each in params], np.int64)),
+            Slots(config.max_num_seqs * replicas, room.num_blocks * room.block_size * replicas),
+            Seen(),
+            config.enable_prefix_caching,
+        )
+
+
+def _texts(prompts: Sequence[Prompt | BadRow]) -> Sequence[str | None]:
+    """The strings to tokenise, None for other prompts."""
+    if isinstance(prompts, Texts):
+        return prompts.texts
+    return [each.text if isinstance(each, Prompt) and each.token_ids is None else None for each in prompts]
+
+
+def _unlike(params: Sequence[SamplingParams | BadRow]) -> list[int]:
+    """Where parameters are bad, come for the first time, or have rules that depend on the prompt's tokens."""
+    if params.count(params[0]) == len(params) and not _has_rules(params[0]):
+        return [0]
+    known: set[int] = set()
+    found = []
+    for row, each in enumerate(params):
+        if id(each) not in known or _has_rules(each):
+            known.add(id(each))
+            found.append(row)
+    return found
+
+
+def _has_rules(params: SamplingParams | BadRow) -> bool:
+    return not isinstance(params, SamplingParams) or not (
+        params.structured_outputs is None and params.thinking_token_budget is None
+    )
+
+
+def _doubtful(texts: Sequence[str | None], engine: Generation) -> list[int]:
+    """The rows that tokenising may refuse: those with ids, and texts that may have too many tokens, or none.
+
+    A token has at least one byte of the text after it is normalised, and a text with a character of a word
+    has a token, if the tokenizer has one for each of `_TRIED`, of which the last is in no vocabulary.
+    """
+    processor, most = engine._processor, -1
+    tokenizer: Any = processor.tokenizer
+    if getattr(tokenizer, "is_fast", False) and len(tokenizer) <= processor.vocab_size:
+        tried = [attempt(processor.encode, [Prompt(word, None, False)]) for word in _TRIED]
+        if not any(isinstance(each, Exception) for each in tried):
+            room = engine._executor.room
+            lengths = range(room.max_model_len + 2)
+            fits = bisect_left(lengths, 1, key=lambda each: attempt(room.check_fits, each) is not None)
+            most = fits - 1 - _ADDED
+    word = _WORD.search
+    return [
+        row
+        for row, text in enumerate(texts)
+        if text is None
+        or (len(text) if text.isascii() else _GROWTH * len(text.encode())) > most
+        or word(text) is None
+    ]
