@@ -28,6 +28,7 @@ class FakeLLM:
 
     tokenizer = None
     model_config = SimpleNamespace(max_model_len=64)
+    config = SimpleNamespace(max_num_seqs=8, data_parallel_size=1)
     on_step: Any = None
     ahead = 64
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-import nanovllm
 from nanovllm import SamplingParams, demo_model_path
 from nanovllm.batch import Batch, StepKind, StepOutput
 from nanovllm.engine import startup
@@ -33,7 +32,9 @@ from nanovllm.llm import LLM
 from tools.bench_jobs import LoadedLLM
 
 BLOCK, BLOCKS = 128, 2**14
-WORDS = "the a of to in is good bad book film plot slow fast very not and but I we they saw liked first last".split()
+WORDS = (
+    """the a of to in is good bad book film plot slow fast very not and but I we they saw liked first last"""
+)
 
 
 class Waits:
@@ -91,7 +92,10 @@ def load(args: argparse.Namespace, folder: Path) -> LLM:
 def texts(count: int) -> list[str]:
     """Short prompts, none like another."""
     draw = random.Random(0)
-    return [f"Review {row}: {' '.join(draw.choices(WORDS, k=draw.randint(8, 40)))}" for row in range(count)]
+    return [
+        f"Review {row}: {' '.join(draw.choices(WORDS.split(), k=draw.randint(8, 40)))}"
+        for row in range(count)
+    ]
 
 
 def memory(name: str) -> int:
@@ -130,14 +134,15 @@ def main() -> None:
             core = llm._executor
             core.ranks.run = lambda method, batch: device.launch(batch)
             first: list[float] = []
-            llm.on_step = lambda stats: first.append(time.perf_counter()) if stats.num_finished and not first else None
+            llm.on_step = lambda stats: (
+                first.append(time.perf_counter()) if stats.num_finished and not first else None
+            )
             gc.collect()
             forget_peak()
             before, start, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
             if args.job:
                 sampling = f"temperature=0,ignore_eos=true,max_tokens={args.tokens_out}"
                 command = ["run", f"{name}/in.jsonl", "-o", f"{name}/out.jsonl", "--model", str(folder)]
-                on_step = llm.on_step
                 engine: Any = LoadedLLM(llm)
                 code = run_job(parse_args([*command, "--sampling", sampling]), engine)
                 assert code == 0, f"the job ended with code {code}"

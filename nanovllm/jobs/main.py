@@ -29,8 +29,8 @@ from nanovllm.jobs.errors import FAILED, READER_LEFT, REFUSED, JobRefusedError, 
 from nanovllm.jobs.formats import ENDINGS, SOURCES
 from nanovllm.jobs.job import engine_fields
 from nanovllm.jobs.params import make_params
-from nanovllm.jobs.runner import WINDOW_ROWS
 from nanovllm.jobs.sources import QUOTINGS
+from nanovllm.jobs.window import ROWS_A_SLOT, WINDOW_ROWS
 from nanovllm.names import nearest
 from nanovllm.params import SamplingParams
 from nanovllm.tune.arguments import add_tune
@@ -300,8 +300,9 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )
     job.add_argument("--retry-errors", action="store_true", help="run the error rows of the output again")
     job.add_argument("--ordered", action="store_true", help="run and write the rows in the input's order")
-    help_window = f"rows that are reordered together (default: {WINDOW_ROWS:,})"
-    job.add_argument("--window", type=arguments.positive, default=WINDOW_ROWS, metavar="N", help=help_window)
+    default = f"{WINDOW_ROWS:,}, or {ROWS_A_SLOT} times max_num_seqs, if that is more"
+    help_window = f"rows that are reordered together (default: {default})"
+    job.add_argument("--window", type=arguments.positive, metavar="N", help=help_window)
     help_safe = "put ' before a cell of CSV that a spreadsheet would run"
     job.add_argument("--csv-safe", action="store_true", help=help_safe)
     job.add_argument(

@@ -1,18 +1,16 @@
 """JobRunner: the loop of a job. It feeds rows to `LLM.stream` and writes the answers as lines.
 
-The rows of a window run in the order that is fastest: those with a common prefix one after the other, long
-outputs first. Holds only the rows in the window and in the engine. Loads no model, opens no file.
+The rows of a `Window` run in the order that is fastest. Holds only the rows in the window and in the engine.
+Loads no model, opens no file.
 """
 
 from __future__ import annotations
 
 import argparse
-from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import groupby, islice, pairwise
-from sys import getsizeof
+from itertools import groupby, islice
 from typing import Any, TypeAlias, TypeVar
 
 from nanovllm.checks import BadRow, attempt
@@ -24,6 +22,7 @@ from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.remaining import Work
 from nanovllm.jobs.sources import Input, SourceRow
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task, as_prompt
+from nanovllm.jobs.window import Window, size_of, text_of
 from nanovllm.params import SamplingParams
 from nanovllm.stats.summary import counted
 from nanovllm.text.processor import LONG_TEXT, encode
@@ -32,21 +31,16 @@ from nanovllm.text.prompts import Prompt, parse_prompt
 _EMBED_ROWS = 256  # rows in one call of `embed`
 _COUNTED_ROWS = 16  # whose tokens are counted before any has ended, to know how long the job takes
 _RENDER_ROWS = 64  # rows whose conversations are rendered at once
-WINDOW_ROWS = 8192
-WINDOW_BYTES = 64 * 2**20  # of rows in memory, approximately; a window has at least one row
 PORTION_BYTES = 2**22  # of rows that are rendered or tokenised at once; at least one row
-_SHARED_CHARS = 128  # minimum common prefix of a group; about two blocks of 16 tokens
-_NO_IDS = array("i")
-_Key: TypeAlias = "tuple[str, str, array[int]]"  # the kind of a task, its text, its token ids
 _Line: TypeAlias = "tuple[dict[str, Any], str]"  # a record, and the columns that it repeats
 _Item = TypeVar("_Item")
 _CHARS = 4  # of a token, about, until prompts are tokenised
-_UNBOUNDED = 2**40  # tokens of an output without a limit
 
 
 class JobRunner:
     """Runs the rows that have no line in the output yet."""
 
+    _window: Window | None = None  # where rows may run in any order
     num_rows: int | None = None  # of the input, once all have been read
     answers: Any = None  # of all runs, for the report
     prompts: dict[int, str] | None = (
@@ -69,7 +63,9 @@ class JobRunner:
         self._format = row_format
         tasks = self._tasks()
         if not self.args.ordered:
-            tasks = reordered(tasks, self.args.window)
+            slots = llm.config.max_num_seqs * llm.config.data_parallel_size
+            self._window = Window(tasks, slots, self.args.window)
+            tasks = iter(self._window)
         for kind, group in groupby(tasks, key=lambda task: task.kind):
             if kind == "embed":
                 self._embed(llm, group)
@@ -151,6 +147,8 @@ class JobRunner:
                     self._refuse_task(task, output.error.replace(place, "the prompt"))
                 else:
                     self.progress.answered(output, task.work)
+                    if self._window is not None:
+                        self._window.answered(task.index, max(len(x.token_ids) for x in output.outputs))
                     self._note_prompt(task, output.prompt)
                     self._write(task.index, self._format.answer(task, output), task.columns)
 
@@ -226,7 +224,7 @@ def portions(items: Iterator[_Item], rows: int) -> Iterator[list[_Item]]:
     size = 0
     for item in items:
         some.append(item)
-        size += _size(item) if isinstance(item, Task) else 0
+        size += size_of(item) if isinstance(item, Task) else 0
         if len(some) == rows or size >= PORTION_BYTES:
             yield some
             some, size = [], 0
@@ -234,73 +232,11 @@ def portions(items: Iterator[_Item], rows: int) -> Iterator[list[_Item]]:
         yield some
 
 
-def reordered(tasks: Iterator[Task], rows: int = WINDOW_ROWS) -> Iterator[Task]:
-    """Yield all tasks, each window of `rows` in the order that runs fastest.
-
-    For each task that is yielded, one task of the next window is read, so that reading never takes long.
-    """
-    present = _fill([], 0, tasks, rows)
-    while present:
-        coming: list[Task] = []
-        size = 0
-        for task in grouped_by_prefix(present):
-            if size < WINDOW_BYTES and (read := next(tasks, None)) is not None:
-                coming.append(read)
-                size += _size(read)
-            yield task
-        present = _fill(coming, size, tasks, rows)
-
-
-def grouped_by_prefix(tasks: list[Task]) -> list[Task]:
-    """Return the tasks in groups with a common prefix. Groups with the longest outputs come first, and so do
-    the longest outputs in each group. Embeddings, which run separately, come last."""
-    keyed = sorted(((_sort_key(task), task) for task in tasks), key=lambda each: (each[0], each[1].index))
-    groups: list[list[Task]] = [[task] for _, task in keyed[:1]]
-    for (before, _), (key, task) in pairwise(keyed):
-        if _is_shared(before, key):
-            groups[-1].append(task)
-        else:
-            groups.append([task])
-    for group in groups:
-        group.sort(key=lambda task: -_output_limit(task))
-    groups.sort(key=lambda group: (group[0].kind == "embed", -_output_limit(group[0])))
-    return [task for group in groups for task in group]
-
-
-def _sort_key(task: Task) -> _Key:
-    """A key by which tasks with a common prefix are neighbours: their kind, and their text or ids."""
-    if task.kind == "embed":
-        return "embed", "", _NO_IDS
-    if task.is_chat:
-        return "chat", "\0".join(_text(message["content"]) for message in task.prompt), _NO_IDS
-    if isinstance(task.prompt, str):
-        return "text", task.prompt, _NO_IDS
-    return "ids", "", task.prompt
-
-
-def _text(content: str | list[dict[str, str]] | None) -> str:
-    """The text of a message's content, which may have parts."""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
-
-
-def _is_shared(one: _Key, other: _Key) -> bool:
-    """Whether two keys have a common prefix: _SHARED_CHARS characters, or a quarter as many ids, but at least
-    half of the shorter prompt."""
-    chars = max(_SHARED_CHARS, min(len(one[1]), len(other[1])) // 2)
-    ids = max(_SHARED_CHARS // 4, min(len(one[2]), len(other[2])) // 2)
-    return one[0] == other[0] and one[1][:chars] == other[1][:chars] and one[2][:ids] == other[2][:ids]
-
-
-def _output_limit(task: Task) -> int:
-    limit = task.params.max_tokens
-    return (_UNBOUNDED if limit is None else limit) * task.params.n
-
-
 def _work(task: Task) -> Work:
     """What a task asks for."""
     parts = task.prompt if task.kind == "embed" else [task.prompt]
     if task.is_chat:
-        parts = [_text(message["content"]) for message in task.prompt]
+        parts = [text_of(message["content"]) for message in task.prompt]
     limit = {"embed": 0, "choice": 1, "generate": task.params.max_tokens}[task.kind]
     size = 0.0
     for part in parts:
@@ -319,22 +255,3 @@ def _counted(tokenizer: Any, tasks: list[Task], prompts: list[Any]) -> tuple[flo
             [ids] = encode(tokenizer, [str(parsed.text)], parsed.add_special_tokens)
             size, tokens = size + task.work.size, tokens + len(ids)
     return size, tokens
-
-
-def _fill(tasks: list[Task], size: int, more: Iterator[Task], rows: int) -> list[Task]:
-    """Add tasks to `tasks` until the window is full."""
-    while len(tasks) < rows and (size < WINDOW_BYTES or not tasks):
-        task = next(more, None)
-        if task is None:
-            break
-        tasks.append(task)
-        size += _size(task)
-    return tasks
-
-
-def _size(task: Task) -> int:
-    """The bytes of a task in memory: its row's, or its prompt's, if they are more."""
-    parts = task.prompt if task.kind == "embed" else [task.prompt]
-    if task.is_chat:
-        parts = [_text(message["content"]) for message in task.prompt]
-    return max(task.num_bytes, sum(map(getsizeof, parts)))

@@ -47,9 +47,7 @@ def end_together(lengths: np.ndarray, longest: np.ndarray, units: np.ndarray, sl
     return np.repeat(begins[walk] - first, sizes) + np.arange(len(lengths))
 
 
-def _in_time(
-    work: np.ndarray, most: np.ndarray, late: float, after: float
-) -> tuple[np.ndarray, float]:
+def _in_time(work: np.ndarray, most: np.ndarray, late: float, after: float) -> tuple[np.ndarray, float]:
     """Which units stay, bool [units], and the work of these and of what is `after` them.
 
     work: of each unit and slot. most: steps that a row of it takes. late: steps by which an end may be later

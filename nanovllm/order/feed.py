@@ -1,4 +1,4 @@
-"""Feed: gives the requests of a list to an engine, in the order of `Waiting`, and tokenises as they are needed.
+"""Feed: gives an engine the requests of a list, in the order of `Waiting`, and tokenises as it needs them.
 
 Checks all prompts before the first step. A prompt that tokenising cannot refuse is tokenised later, between
 steps. Makes no step, and keeps no answer.

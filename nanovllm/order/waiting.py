@@ -174,7 +174,7 @@ class Waiting:
         """Put the first rows of large families of which too little is known at the front. families: by
         place."""
         sizes = np.bincount(families)
-        large = np.flatnonzero(sizes >= max(_SAMPLES, len(families) // _FAMILIES))
+        large = np.flatnonzero(sizes >= max(4 * _SAMPLES, len(families) // _FAMILIES))
         if len(large) < 2:
             return
         known = np.array([self._seen.knows(name) for name in self._names])[self._keys]

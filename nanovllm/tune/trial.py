@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from nanovllm.jobs.runner import WINDOW_ROWS
+from nanovllm.jobs.window import WINDOW_ROWS
 from nanovllm.tune.halving import Failed, Measured, Outcome
 from nanovllm.tune.settings import Setting
 

@@ -25,8 +25,8 @@ from nanovllm.jobs.job import engine_options
 from nanovllm.jobs.journal import Journal, locked
 from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.output import IndexSet, Output, put_in_order, to_line, to_text
-from nanovllm.jobs.runner import grouped_by_prefix, reordered
 from nanovllm.jobs.tasks import Task
+from nanovllm.jobs.window import Window
 from nanovllm.sampling_params import SamplingParams
 
 # -- the order window --------------------------------------------------------------------------------------
@@ -44,14 +44,14 @@ def test_shared_prefixes_meet_and_long_outputs_come_first() -> None:
     rng = random.Random(0)
     owners = [rng.randrange(20) for _ in range(400)]
     tasks = tasks_of([f"{owner:02}" * 200 + str(rng.random()) for owner in owners])
-    found = [owners[task.index] for task in grouped_by_prefix(tasks)]
+    found = [owners[task.index] for task in Window(iter(tasks), 64)]
     assert sum(one != other for one, other in pairwise(found)) == 19
     tasks = tasks_of(["a", "b", "c" * 200 + "1", "c" * 200 + "2", "d"], [5, 50, 10, 20, 1])
-    assert [task.index for task in grouped_by_prefix(tasks)] == [1, 3, 2, 0, 4]
+    assert [task.index for task in Window(iter(tasks), 64)] == [1, 3, 2, 0, 4]
 
 
-@given(st.lists(st.text(alphabet="ab", max_size=6), max_size=60), st.integers(1, 20))
-def test_the_window_keeps_every_task(prompts: list[str], rows: int) -> None:
+@given(st.lists(st.text(alphabet="ab", max_size=6), max_size=60), st.integers(1, 20), st.integers(1, 9))
+def test_the_window_keeps_every_task(prompts: list[str], rows: int, slots: int) -> None:
     read = 0
 
     def source() -> Iterator[Task]:
@@ -61,11 +61,11 @@ def test_the_window_keeps_every_task(prompts: list[str], rows: int) -> None:
             yield task
 
     found = []
-    for task in reordered(source(), rows):
+    for task in Window(source(), slots, rows):
         found.append(task.index)
         assert read <= len(found) + 2 * rows
     assert sorted(found) == list(range(len(prompts)))
-    assert found == [task.index for task in reordered(iter(tasks_of(prompts)), rows)]
+    assert found == [task.index for task in Window(iter(tasks_of(prompts)), slots, rows)]
 
 
 # -- the journal and the lock ------------------------------------------------------------------------------

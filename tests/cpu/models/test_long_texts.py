@@ -23,9 +23,10 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.extras.least_tokens import LeastTokens
-from nanovllm.jobs.runner import PORTION_BYTES, WINDOW_BYTES, portions, reordered
+from nanovllm.jobs.runner import PORTION_BYTES, portions
 from nanovllm.jobs.sources import MAX_ROW_BYTES
 from nanovllm.jobs.tasks import Task
+from nanovllm.jobs.window import WINDOW_BYTES, Window
 from nanovllm.text import processor
 from nanovllm.text.processor import ENCODED_BYTES, encode
 
@@ -265,7 +266,7 @@ def test_windows_and_portions_count_bytes() -> None:
             made.append(index)
             yield Task(index, None, text, SHORT, **more)
 
-    next(reordered(tasks()))
+    next(iter(Window(tasks(), 8)))
     assert len(made) <= WINDOW_BYTES // 2**22 + 1
     chats = (Task(index, None, [{"content": text}], SHORT, is_chat=True) for index in range(100))
     assert [len(some) for some in portions(chats, 64)] == [1] * 100
