@@ -64,15 +64,14 @@ class Generation:
         of these. Also generators of these, arrays and tensors (one dimension is one prompt, two dimensions
         are several), and the output of a transformers tokenizer. prompt_token_ids: vLLM's other name.
         sampling_params: one for all prompts, or a list with one for each; None takes
-        `get_default_sampling_params()`.
-        use_tqdm: whether to show progress of more than one prompt, or a tqdm-like class for it.
+        `get_default_sampling_params()`. use_tqdm: whether to show progress, or a tqdm-like class for it.
         on_error: with "return", a prompt that cannot run, or with wrong parameters in the list or a logits
         processor that raises, gives an output whose `error` says why; all other prompts are answered.
         others: vLLM's further arguments, with neutral values.
 
-        Everything is checked before anything runs: ValueError or TypeError names the index and the value.
-        After an exception, Ctrl-C included, the engine is empty and usable. RuntimeError if requests of
-        `add_request` are unfinished, because their answers would be lost.
+        Everything is checked before anything runs: ValueError or TypeError names the index and the value. Of
+        a long list, texts that cannot be refused are tokenised while others run.
+        After an exception or Ctrl-C the engine is empty and usable. RuntimeError if it has requests already.
         """
         self._lifecycle.check_open()
         if others:
@@ -97,11 +96,9 @@ class Generation:
             raise_first([*(prompts if isinstance(prompts, list) else ()), *params])
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
-            if len(prompts) > 2:
-                feed = find(ORDERS["list"])(self, prompts, params, on_error, change)
-                requests, outputs = [], feed.refused
-            else:
-                feed, (requests, outputs) = None, self._check(prompts, params, 0, on_error, change)
+            order = None if len(prompts) < 3 else find(ORDERS["list"])
+            feed = order and order(self, prompts, params, on_error, change)
+            requests, outputs = feed.first if feed else self._check(prompts, params, 0, on_error, change)
             with self._emptied_on_error(), progress:
                 self._add(requests)
                 progress.refused(len(outputs))
@@ -117,11 +114,8 @@ class Generation:
 
     @contextmanager
     def _calling(self, stream: object = None, asleep: bool = False, beside: bool = False) -> Iterator[None]:
-        """Admit one caller at a time, of any thread.
-
-        stream, beside: as in `Lifecycle.calling`. asleep: whether the engine may sleep; RuntimeError if it
-        sleeps and may not.
-        """
+        """Admit one caller at a time, of any thread. stream, beside: as in `Lifecycle.calling`. asleep:
+        whether the engine may sleep; else RuntimeError if it does."""
         with self._lifecycle.calling(stream, beside):
             if not asleep:
                 self._check_awake()
@@ -141,8 +135,7 @@ class Generation:
 
     @contextmanager
     def _emptied_on_error(self) -> Iterator[None]:
-        """After an exception in the block, drop all requests, whatever their state. If nothing can run any
-        more, close the engine."""
+        """After an exception in the block, drop all requests, and close an engine that can run no more."""
         try:
             yield
         except BaseException:
@@ -163,24 +156,24 @@ class Generation:
         first_index: int = 0,
         on_error: str = "raise",
         change: Callable[[Request], Request] = lambda request: request,
-        taken: tuple[int, Sequence[int]] | None = None,
     ) -> tuple[list[Request], list[RequestOutput]]:
         """Check and tokenise all prompts; return requests, and the outputs of prompts that cannot run.
 
         Queues nothing. Each prompt gets a request id, in order. first_index: of the first prompt among all
-        of the call. change: applied to each request first. taken: the first id, if ids were given before, and
-        the place of each prompt after it.
+        of the call. change: applied to each request first.
         """
-        first_id, places = (self._next_id, range(len(prompts))) if taken is None else taken
-        made = self._processor.make_requests(prompts, params, first_id, first_index, on_error, places)
+        first_id = self._next_id
+        made = self._processor.make_requests(prompts, params, first_id, first_index, on_error)
         requests = [change(each) if isinstance(each, Request) else each for each in made]
         fitting = [attempt(self._fitting, each, of) for each, of in zip(requests, prompts, strict=True)]
         if on_error == "raise":
             raise_first(fitting)
-        self._next_id += len(prompts) if taken is None else 0
+        self._next_id = first_id + len(prompts)
         return [row for row in fitting if isinstance(row, Request)], [
-            self._processor.extras.refused(first_id + place, first_index + place, request, prompt, error)
-            for place, request, prompt, error in zip(places, requests, prompts, fitting, strict=True)
+            self._processor.extras.refused(
+                first_id + row, first_index + row, requests[row], prompts[row], error
+            )
+            for row, error in enumerate(fitting)
             if not isinstance(error, Request)
         ]
 
@@ -217,21 +210,18 @@ class Generation:
         self._executor.add(requests, deltas)
 
     def _finish_all(self, progress: Progress, feed: Any = None) -> list[RequestOutput]:
-        """Make steps until no request is unfinished, and `feed`, the requests of a list, is empty. Return all
-        outputs, also those of `abort`, unordered."""
+        """Make steps until nothing is left, also of `feed`. Return all outputs, those of `abort` too."""
         outputs: list[RequestOutput] = []
-        self._awaited, self._feed, ended = deque(), feed, list[RequestOutput]()
+        self._feed, self._awaited = feed, (aborted := deque[RequestOutput]())
         try:
-            while feed or self._executor.num_requests:
+            while (feed and feed.left) or self._executor.num_requests:
                 self._lifecycle.check_open()
-                refused = feed.fill(ended) if feed else []
-                progress.refused(len(refused))
-                ended = self._noted(self._executor.step(), progress)
-                outputs += refused + ended
+                outputs += feed.fill(outputs, progress) if feed else []
+                outputs += self._noted(self._executor.step(), progress)
                 self._lifecycle.admit()
-            return [*outputs, *self._awaited]
         finally:
             self._awaited = self._feed = None
+        return [*outputs, *aborted]
 
     def _noted(
         self, stepped: tuple[list[RequestOutput], StepStats | None], progress: Progress | None = None

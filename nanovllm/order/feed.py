@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from nanovllm.answers import RequestOutput, unlisted
 from nanovllm.checks import BadRow, attempt
 from nanovllm.engine.generate import Generation
+from nanovllm.engine.stats import Progress
 from nanovllm.order.texts import Texts
 from nanovllm.order.waiting import Asked, Seen, Slots, Waiting
 from nanovllm.params import SamplingParams
@@ -33,7 +35,9 @@ _TRIED = ("a", "0", "\u0416", "\u6f22", "\ua66e")  # words; tokenizers know no t
 
 
 class Feed:
-    """The requests of a list that the engine does not have yet; `len` is their number."""
+    """The requests of a list that the engine does not have yet."""
+
+    first: tuple[list[Request], list[RequestOutput]]  # none; outputs of prompts that cannot run
 
     def __init__(
         self,
@@ -55,23 +59,28 @@ class Feed:
         if self._lazily:
             now = sorted({*_doubtful(texts, engine), *_unlike(params)})
         self._made: dict[int, Request] = {}  # by row
-        self.refused = self._make(now)  # outputs of prompts that cannot run
-        engine._next_id += len(prompts)
+        self._looked = 0  # at so many outputs of the call
+        refused = self._make(now)
+        self.first = [], refused
+        engine._next_id = self._first_id + len(prompts)
         runs = np.ones(len(prompts), bool)
-        runs[[output.index for output in self.refused]] = False
+        runs[[output.index for output in refused]] = False
         self._rows = np.flatnonzero(runs)  # by number in `_waiting`
         self._numbers = np.cumsum(runs) - 1  # by row
         self._waiting = self._order(texts)
 
-    def __len__(self) -> int:
+    @property
+    def left(self) -> int:
+        """The number of requests that the engine does not have yet."""
         return len(self._waiting)
 
-    def fill(self, answers: list[RequestOutput]) -> list[RequestOutput]:
+    def fill(self, outputs: list[RequestOutput], progress: Progress) -> list[RequestOutput]:
         """Give the engine requests, if it has few. Return the outputs of prompts that cannot run.
 
-        answers: since the last call; the order follows from their lengths.
+        outputs: of the call until now, which only grow; the order follows from their lengths.
         """
-        for output in answers:
+        new, self._looked = outputs[self._looked :], len(outputs)
+        for output in new:
             if output.error is None:
                 longest = max([len(unlisted(each, "token_ids")) for each in output.outputs], default=0)
                 self._waiting.answered(int(self._numbers[output.index]), longest)
@@ -79,7 +88,9 @@ class Feed:
         seqs = config.max_num_seqs * config.data_parallel_size
         missing = seqs * (_AHEAD if config.data_parallel_size == 1 else _AHEAD_OF_REPLICAS) - unfinished
         numbers = self._waiting.take(max(missing // _PART, missing - seqs, 0))
-        return self._give(self._rows[numbers].tolist())
+        refused = self._give(self._rows[numbers].tolist())
+        progress.refused(len(refused))
+        return refused
 
     def bring(self, request_id: str | int) -> list[RequestOutput]:
         """Give the engine the request of this id next, if it waits here. Return its output, if it cannot
@@ -101,16 +112,23 @@ class Feed:
         """Check and tokenise rows. Return the outputs of those that cannot run."""
         if not rows:
             return []
-        requests, refused = self._engine._check(
-            [self._prompts[row] for row in rows],
-            [self._params[row] for row in rows],
-            0,
-            self._on_error,
-            self._change,
-            (self._first_id, rows),
-        )
+        prompts, params = [self._prompts[row] for row in rows], [self._params[row] for row in rows]
+        change = self._change
+        if len(rows) < len(self._prompts):  # not those that come first in the call
+            change = lambda request: self._change(self._placed(request, rows))  # noqa: E731
+        engine, before = self._engine, self._engine._next_id
+        requests, refused = engine._check(prompts, params, 0, self._on_error, change)
+        engine._next_id = before
         self._made.update((request.index, request) for request in requests)
+        for output in refused:
+            output.index = rows[output.index]
+            output.request_id = str(self._first_id + output.index)
         return refused
+
+    def _placed(self, request: Request, rows: Sequence[int]) -> Request:
+        """A request that was made of some rows, with its index and its id in the call."""
+        row = rows[request.index]
+        return replace(request, request_id=self._first_id + row, index=row)
 
     def _order(self, texts: Sequence[str | None]) -> Waiting:
         config, room = self._engine.config, self._engine._executor.room
@@ -122,12 +140,14 @@ class Feed:
                 for row in rows
             ]
         sizes = np.fromiter(map(len, beginnings), np.int64, len(rows)) // (_CHARS if self._lazily else 1)
-        params: list[Any] = [self._params[row] for row in rows]
+        params: list[Any] = list(self._params)
+        params = params[:1] if _are_one(params) else [params[row] for row in rows]
         asked = [most if each.max_tokens is None else each.max_tokens for each in params]
         limits = np.clip(np.array(asked, np.int64), 0, np.maximum(most - sizes, 0))
+        copies = np.broadcast_to(np.array([each.n for each in params], np.int64), len(rows))
         return Waiting(
             beginnings,
-            Asked(sizes, limits, np.array([each.n for each in params], np.int64)),
+            Asked(sizes, limits, copies),
             Slots(config.max_num_seqs * replicas, room.num_blocks * room.block_size * replicas),
             Seen(),
             config.enable_prefix_caching,
@@ -143,7 +163,7 @@ def _texts(prompts: Sequence[Prompt | BadRow]) -> Sequence[str | None]:
 
 def _unlike(params: Sequence[SamplingParams | BadRow]) -> list[int]:
     """Where parameters are bad, come for the first time, or have rules that depend on the prompt's tokens."""
-    if params.count(params[0]) == len(params) and not _has_rules(params[0]):
+    if _are_one(params) and not _has_rules(params[0]):
         return [0]
     known: set[int] = set()
     found = []
@@ -152,6 +172,11 @@ def _unlike(params: Sequence[SamplingParams | BadRow]) -> list[int]:
             known.add(id(each))
             found.append(row)
     return found
+
+
+def _are_one(params: Sequence[SamplingParams | BadRow]) -> bool:
+    """Whether all rows have the same object."""
+    return len(set(map(id, params))) == 1
 
 
 def _has_rules(params: SamplingParams | BadRow) -> bool:

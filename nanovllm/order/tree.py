@@ -84,15 +84,15 @@ class _Labels:
         self._shared = [0]
 
     def note(self, places: np.ndarray, branches: np.ndarray, depth: int) -> None:
-        """Note branches one level further down. places: ascending within each. branches: their first
-        places. depth: the tokens that each begins with."""
+        """Note branches one level further down. places: ascending within each. branches: equal in
+        each. depth: the tokens that each begins with."""
         if not self._are_wanted:
             return
         begins = np.flatnonzero(np.concatenate(([True], branches[1:] != branches[:-1])))
         sizes = np.diff(begins, append=len(places))
         some = np.repeat((sizes > 1) & (sizes <= self._most), sizes)
         some[some] = self._units[places[some]] == places[some]  # in none yet
-        self._units[places[some]] = branches[some]
+        self._units[places[some]] = np.repeat(places[begins], sizes)[some]
         large = np.flatnonzero(sizes > self._most)
         for begin, size in zip(begins[large].tolist(), sizes[large].tolist(), strict=True):
             self._families[places[begin : begin + size]] = len(self._shared)

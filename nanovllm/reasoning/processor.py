@@ -50,9 +50,8 @@ class ParsingProcessor(Processor):
         first_id: int,
         first_index: int = 0,
         on_error: str = "raise",
-        places: Sequence[int] | None = None,
     ) -> list[Request | BadRow]:
-        made = super().make_requests(prompts, params, first_id, first_index, on_error, places)
+        made = super().make_requests(prompts, params, first_id, first_index, on_error)
         return [attempt(self._with_rules, each) for each in made]
 
     def _with_rules(self, request: Request | BadRow) -> Request | BadRow:

@@ -69,12 +69,10 @@ class Processor:
         first_id: int,
         first_index: int = 0,
         on_error: str = "raise",
-        places: Sequence[int] | None = None,
     ) -> list[Request | BadRow]:
         """Check and tokenise the prompts; the ids of the requests count up from `first_id`.
 
-        params: checked, one for each prompt. first_index: the index of the first prompt in its call. places:
-        how many ids and indices after the first ones each prompt has; None: they count up.
+        params: checked, one for each prompt. first_index: the index of the first prompt in its call.
         on_error: with "return", an exception of a request's logits processor ends that request alone.
 
         A bad prompt stays in the list, and bad parameters replace theirs. A ValueError replaces a prompt
@@ -96,16 +94,15 @@ class Processor:
             if isinstance(meaning, Exception):
                 raise ValueError(f"{prompt.where}: {meaning}")
             stop_token_ids, bad_words, constraint = meaning
-            place = row if places is None else places[row]
             return Request(
-                first_id + place,
+                first_id + row,
                 prompt.text,
                 token_ids,
                 param.guarded() if on_error == "return" and param.logits_processors else param,
                 stop_token_ids,
                 bad_words,
                 constraint,
-                index=first_index + place,
+                index=first_index + row,
                 first_scored=None if param.prompt_logprobs is None else 1,
                 tools=prompt.tools,
             )

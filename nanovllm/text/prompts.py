@@ -20,7 +20,6 @@ from nanovllm.inputs import NUMBERS, PromptLike, encoded_rows, in_mapping, itera
 from nanovllm.params import SamplingParams
 
 _Part = TypeVar("_Part")
-_MANY = 2**12  # prompts; a shorter list is parsed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +46,10 @@ def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> Sequence[Prompt
     """Normalise one prompt, or an iterable of prompts.
 
     One prompt is a string, a dictionary, or integers in a list, an array or a one-dimensional tensor.
-    TypeError if `prompts` is neither. A bad prompt is replaced by its error, with value and fix. A long list
-    of strings without a bad one is no list, and makes its prompts when they are looked at.
+    TypeError if `prompts` is neither. A bad prompt is replaced by its error, with value and fix. For a long
+    list of good strings this is no list, and makes prompts when they are looked at.
     """
-    if isinstance(prompts, list) and len(prompts) > _MANY and (texts := find(TEXT["long"])(prompts)):
+    if isinstance(prompts, list) and len(prompts) > 4096 and (texts := find(TEXT["long"])(prompts)):
         return cast(Sequence[Prompt], texts)
     items, where = split_prompts(prompts)
     return [attempt(parse_prompt, item, where.format(index)) for index, item in enumerate(items)]
