@@ -127,6 +127,7 @@ def main() -> None:
         order = np.argsort(-np.array(lengths), kind="stable").tolist()
         prompts = [prompt[args.shared :] for prompt in prompts]
     with tempfile.TemporaryDirectory() as name, load(args, Path(name)) as llm:
+        llm._first_at_once = lambda num_replicas: None  # a stream begins as on a GPU
         device = NoDevice(llm, {10_000 + row: length for row, length in enumerate(lengths)})
         if args.job:
             with Path(name, "in.jsonl").open("w") as file:

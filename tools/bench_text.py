@@ -130,6 +130,7 @@ def main() -> None:
                 file.writelines(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
             prompts = []
         with load(args, folder) as llm:
+            llm._first_at_once = lambda num_replicas: None  # a stream begins as on a GPU
             device = FakeDevice(args.step, args.per_token)
             core = llm._executor
             core.ranks.run = lambda method, batch: device.launch(batch)

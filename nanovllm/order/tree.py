@@ -165,4 +165,9 @@ def tree_of_list(beginnings: Sequence[bytes] | Sequence[array[int]], most: int |
         found.append(Tree(part.order + first, part.units + first, families, part.shared[1:]))
         num_families += len(part.shared) - 1
         first = end
-    return Tree(*[np.concatenate(parts).astype(np.int32, copy=False) for parts in zip(*found, strict=True)])
+    return Tree(
+        np.concatenate([each.order for each in found]).astype(np.int32, copy=False),
+        np.concatenate([each.units for each in found]).astype(np.int32, copy=False),
+        np.concatenate([each.families for each in found]),
+        np.concatenate([each.shared for each in found]),
+    )

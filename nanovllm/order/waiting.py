@@ -29,7 +29,7 @@ _HIGH = 0.9  # the share of answers that are no longer than what is expected at 
 class Slots(NamedTuple):
     """Where rows run."""
 
-    count: int  # rows at once
+    seqs: int  # rows at once
     tokens: float  # of the KV cache, for all of them
 
 
@@ -78,7 +78,7 @@ class Waiting:
         while that rows with the same beginning run one after the other."""
         count = len(beginnings)
         self._slots, self._seen = slots, seen
-        tree = tree_of_list(beginnings, max(_LEAST_UNIT, slots.count // 4))
+        tree = tree_of_list(beginnings, max(_LEAST_UNIT, slots.seqs // 4))
         self._order = tree.order if sharing else np.arange(count, dtype=np.int32)
         self._units = tree.units if sharing else self._order
         families = tree.families
@@ -100,7 +100,7 @@ class Waiting:
         self._looked = 0  # the number of known answers when it was last looked whether to plan again
         self._expected = self._expect()  # for each name: as in `Seen.expected`, when it was planned
         self._plan()
-        if count > 4 * slots.count:
+        if count > 4 * slots.seqs:
             self._sample_first(families)
 
     def __len__(self) -> int:
@@ -161,13 +161,13 @@ class Waiting:
                 walk = _longest_first(longest, units, families, turns, learned)
                 places, lengths, longest, units = places[walk], lengths[walk], longest[walk], units[walk]
             begins = np.concatenate(([True], units[1:] != units[:-1]))[: len(units)]
-            places = places[end_together(lengths, longest, np.cumsum(begins) - 1, self._slots.count)]
+            places = places[end_together(lengths, longest, np.cumsum(begins) - 1, self._slots.seqs)]
         self._queue, self._next = places.astype(np.int32), 0
 
     def _all_fit(self, tokens: np.ndarray, copies: np.ndarray) -> bool:
         """Whether the KV cache holds the longest rows at once; `tokens` of each."""
         walk = np.argsort(-tokens)
-        some = walk[: int(np.searchsorted(np.cumsum(copies[walk]), self._slots.count)) + 1]
+        some = walk[: int(np.searchsorted(np.cumsum(copies[walk]), self._slots.seqs)) + 1]
         return float((tokens[some] * copies[some]).sum()) <= self._slots.tokens
 
     def _sample_first(self, families: np.ndarray) -> None:

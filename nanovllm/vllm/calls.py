@@ -103,7 +103,7 @@ class VLLMCalls(ToldEngine, QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, 
 
     def _enqueue(
         self,
-        rows: list[Prompt | BadRow],
+        rows: Sequence[Prompt | BadRow],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[str]:
         params = self._params(sampling_params, len(rows))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tracemalloc
 from array import array
 from collections import defaultdict
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm.order import tree
-from nanovllm.order.tree import WIDTH, by_prefix, tree_order
+from nanovllm.order.tree import TEXT_WIDTH, WIDTH, tree_of_list, tree_order
 
 
 def in_branches(prompts: list[array[int]]) -> list[int]:
@@ -38,15 +37,6 @@ def in_branches(prompts: list[array[int]]) -> list[int]:
     return order
 
 
-class Asked(NamedTuple):
-    number: int
-    prompt_token_ids: array[int]
-
-
-def requests_of(prompts: list[array[int]]) -> list[Asked]:
-    return [Asked(number, prompt) for number, prompt in enumerate(prompts)]
-
-
 PARTS = st.lists(st.sampled_from([0, 1, 2]), max_size=4)
 
 
@@ -57,7 +47,7 @@ def test_branches_are_together_and_all_else_in_place(shapes: list[tuple[list[int
     flat = np.array([token for prompt in prompts for token in prompt], np.int32)
     order = tree_order(flat, np.cumsum([0, *map(len, prompts)]))
     assert order.dtype == np.int32 and order.tolist() == in_branches(prompts)
-    assert [each.number for each in by_prefix(requests_of(prompts))] == order.tolist()
+    assert tree_of_list(prompts).order.tolist() == order.tolist()
 
 
 def test_one_differing_token_is_another_branch() -> None:
@@ -65,7 +55,7 @@ def test_one_differing_token_is_another_branch() -> None:
     for place in range(WIDTH):
         prompts = [array("i", [5] * WIDTH + [row]) for row in range(4)]
         prompts[1][place] = prompts[3][place] = 6
-        assert [each.number for each in by_prefix(requests_of(prompts))] == [0, 2, 1, 3]
+        assert tree_of_list(prompts).order.tolist() == [0, 2, 1, 3]
 
 
 @pytest.mark.parametrize("shared", [0, 70])
@@ -91,5 +81,42 @@ def test_many_tokens_are_ordered_in_portions(monkeypatch: pytest.MonkeyPatch) ->
         array("i", [kind] * WIDTH * many)
         for kind, many in [(1, 1), (2, 1), (1, 1), (3, 9), (2, 2), (1, 1), (2, 1)]
     ]
-    found = [each.number for each in by_prefix(requests_of(prompts))]
-    assert found == [0, 2, 1, 3, 4, 6, 5] and by_prefix(requests_of([])) == []
+    found = tree_of_list(prompts).order.tolist()
+    assert found == [0, 2, 1, 3, 4, 6, 5] and tree_of_list([]).order.tolist() == []
+
+
+def branches_of(prompts: list[array[int]], most: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The units of more than one prompt, and the families, of `tree_of_list`: their prompts, ascending."""
+    tree = tree_of_list(prompts, most)
+    assert (np.diff(tree.units) >= 0).all()
+    found = []
+    for labels in (tree.units, tree.families):
+        members = defaultdict(list)
+        for row, label in zip(tree.order.tolist(), labels.tolist(), strict=True):
+            members[label].append(row)
+        found.append(sorted(sorted(rows) for rows in members.values() if len(rows) > 1))
+    for family, shared in enumerate(tree.shared.tolist()):
+        beginnings = {prompts[row][:shared].tobytes() for row in tree.order[tree.families == family].tolist()}
+        assert len(beginnings) <= 1 or not shared
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("portion", [tree.MOST_TOKENS, 24 * WIDTH])
+def test_units_and_families(monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+    """Documents of two prompts below an instruction of six: the documents are units, and the instruction is
+    a family, in each portion."""
+    monkeypatch.setattr(tree, "MOST_TOKENS", portion)
+    prompts = [array("i", [1] * WIDTH + [10 + row % 3] * WIDTH + [row] * WIDTH) for row in range(6)]
+    prompts += [array("i", [2 + row] * WIDTH) for row in range(3)]
+    units, families = branches_of(prompts, 2)
+    assert units == [[0, 3], [1, 4], [2, 5]]
+    assert families == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+    units, families = branches_of(prompts, 8)
+    assert units == [[0, 1, 2, 3, 4, 5]] and families == [list(range(9))]
+
+
+def test_texts_are_compared_by_bytes() -> None:
+    shared = [letter * TEXT_WIDTH for letter in "ab"]
+    texts = [f"{shared[row % 2]}{row}".encode() for row in range(6)]
+    assert tree_of_list(texts).order.tolist() == [0, 2, 4, 1, 3, 5]
+    assert tree_of_list([text[1:] for text in texts]).order.tolist() == list(range(6))
