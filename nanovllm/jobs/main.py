@@ -300,7 +300,7 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )
     job.add_argument("--retry-errors", action="store_true", help="run the error rows of the output again")
     job.add_argument("--ordered", action="store_true", help="run and write the rows in the input's order")
-    default = f"{WINDOW_ROWS:,}, or {ROWS_A_SLOT} times max_num_seqs, if that is more"
+    default = f"{WINDOW_ROWS:,}, or {ROWS_A_SLOT} times --max-num-seqs, if that is more"
     help_window = f"rows that are reordered together (default: {default})"
     job.add_argument("--window", type=arguments.positive, metavar="N", help=help_window)
     help_safe = "put ' before a cell of CSV that a spreadsheet would run"

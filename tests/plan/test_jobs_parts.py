@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import inside
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm.jobs.errors import JobFailedError, JobRefusedError
@@ -50,6 +50,7 @@ def test_shared_prefixes_meet_and_long_outputs_come_first() -> None:
     assert [task.index for task in Window(iter(tasks), 64)] == [1, 3, 2, 0, 4]
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.text(alphabet="ab", max_size=6), max_size=60), st.integers(1, 20), st.integers(1, 9))
 def test_the_window_keeps_every_task(prompts: list[str], rows: int, slots: int) -> None:
     read = 0

@@ -10,7 +10,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm.order.ends import SHARE, end_together
@@ -129,6 +129,7 @@ def test_rows_are_taken_once() -> None:
     assert waiting_of([], np.zeros(0, np.int64)).take(3) == []
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 1)), min_size=1, max_size=200), st.integers(1, 12)
 )
