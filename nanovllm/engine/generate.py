@@ -96,8 +96,7 @@ class Generation:
             raise_first([*(prompts if isinstance(prompts, list) else ()), *params])
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
-            order = None if len(prompts) < 3 else find(ORDERS["list"])
-            feed = order and order(self, prompts, params, on_error, change)
+            feed = len(prompts) > 2 and find(ORDERS["list"])(self, prompts, params, on_error, change)
             requests, outputs = feed.first if feed else self._check(prompts, params, 0, on_error, change)
             with self._emptied_on_error(), progress:
                 self._add(requests)

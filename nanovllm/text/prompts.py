@@ -46,8 +46,7 @@ def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> Sequence[Prompt
     """Normalise one prompt, or an iterable of prompts.
 
     One prompt is a string, a dictionary, or integers in a list, an array or a one-dimensional tensor.
-    TypeError if `prompts` is neither. A bad prompt is replaced by its error, with value and fix. For a long
-    list of good strings this is no list, and makes prompts when they are looked at.
+    TypeError if `prompts` is neither. A bad prompt is replaced by its error. Long lists are made late.
     """
     if isinstance(prompts, list) and len(prompts) > 4096 and (texts := find(TEXT["long"])(prompts)):
         return cast(Sequence[Prompt], texts)

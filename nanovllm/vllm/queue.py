@@ -43,7 +43,7 @@ class QueueCalls(LLMEngine):
         return self._lifecycle.visit(lambda: self._abort_between_steps(request_id))
 
     def _abort_between_steps(self, request_id: str | int) -> RequestOutput | None:
-        refused = [] if self._feed is None else self._feed.bring(request_id)
+        refused = self._feed.bring(request_id) if self._feed else []
         aborted, parts = self._executor.abort(request_id)
         parts = [*refused, *parts]
         self._history.answered(parts)

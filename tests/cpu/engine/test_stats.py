@@ -59,7 +59,8 @@ def test_waiting_requests_and_kv_cache_usage(model: Path) -> None:
     steps: list[StepStats] = []
     with make_tiny(model, async_scheduling=False, num_kvcache_blocks=16, max_num_seqs=2) as llm:
         llm.on_step = steps.append
-        llm.generate([[5] * 20, [5] * 20, [6] * 9], [params(2), params(4), params(3)], use_tqdm=False)
+        llm.enqueue([[5] * 20, [5] * 20, [6] * 9], [params(2), params(4), params(3)])  # keeps its order
+        llm.wait_for_completion(use_tqdm=False)
     assert [step.kind for step in steps] == [PREFILL, DECODE, PREFILL, DECODE, DECODE]
     assert [step.num_waiting for step in steps] == [1, 1, 0, 0, 0]
     assert [step.num_running for step in steps] == [2, 1, 2, 2, 0]
