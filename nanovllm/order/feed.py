@@ -79,6 +79,8 @@ class Feed:
 
         outputs: of the call until now, which only grow; the order follows from their lengths.
         """
+        if not self.left:
+            return []
         new, self._looked = outputs[self._looked :], len(outputs)
         for output in new:
             if output.error is None:
