@@ -150,6 +150,10 @@ class Config:
     seed: int = option(0, "The seed of dummy weights and of requests without their own.", "Below 0.", least=0)
     async_scheduling: bool | None = option(None, "Launch a step before the tokens of the previous one are "
         "read. `None`: on a GPU.")
+    speculative_config: Mapping[str, Any] | None = option(None, "[Drafts from the "
+        'text](#drafts-from-the-text), such as `{"method": "suffix"}` or `{"method": "ngram", '
+        '"num_speculative_tokens": 4}`: several tokens of a sequence in a step, and the same answers.',
+        "Methods with a second model; models with states; `async_scheduling=True`.")
     generation_config: Held[str, str | os.PathLike[str]] = option("auto", "Which "
         "`generation_config.json` sets the sampling parameters that nobody gives: its `temperature`, "
         "`top_k`, `top_p`, `min_p`, "

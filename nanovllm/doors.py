@@ -174,6 +174,9 @@ TEXT = {
 COUNTS = {"steps": "stats.timeline:Timeline", "answers": "vllm.metrics:RequestTimes"}
 # The `Progress` of a call that is shown.
 PROGRESS = {"shown": "stats.progress:ShownProgress"}
+HINT = "stats.hint:say_if_cut"  # what is said after a call about answers that the default length cut off
+# What an engine changes that drafts tokens, as the option `speculative_config` says.
+DRAFTS = {"drafting": "drafts.drafting:Drafting.of", "checked": "drafts.settings:DraftSettings.of"}
 # What gives the requests of a list to the executor, in the order that is fastest.
 ORDERS = {"list": "order.feed:Feed"}
 # What yields parts of unfinished answers.

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 from nanovllm.answers import RequestOutput
 from nanovllm.batch import Batch, StepKind, TokenEvents
 from nanovllm.device import Device
-from nanovllm.doors import cpu_door
+from nanovllm.doors import DRAFTS, Table, cpu_door
 from nanovllm.engine.executor import Load
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
@@ -27,6 +27,8 @@ from nanovllm.runner.inputs import PendingOutput
 from nanovllm.runner.model_runner import ModelRunner, RankSetup
 from nanovllm.runner.start import start_ranks
 from nanovllm.text.prompts import Request
+
+_DRAFTS: Table[Any] = Table(DRAFTS)
 
 # A step that was launched and not read yet: its batch, its `num_cached_tokens` and `num_preemptions`, and its
 # output; None: its tokens are not drawn yet.
@@ -43,8 +45,12 @@ class Core:
         """Load the model. on_progress: as in `start_ranks`."""
         self._config = config = model.config
         self._device = device = Device(config.device)
+        asked = config.speculative_config is not None
+        drafting = _DRAFTS["drafting"](config, model.model_config) if asked else None
         usable = usable_length(config, model.model_config, device, model.max_model_len)
         own = replace(config, tokenizer=None, hf_token=None)  # no rank needs them
+        if drafting is not None:
+            own = replace(own, max_num_seqs=drafting.most_rows)
         size, kind = config.tensor_parallel_size, self.runner_class
         setup = RankSetup(0, size, config.device, own, model.model_config, model.path, usable, kind)
         self.ranks = start_ranks(setup, on_progress)
@@ -60,9 +66,11 @@ class Core:
             runner.layout.groups,
             config.max_num_batched_tokens,
         )
-        self.scheduler = Scheduler(config, self.room)
+        self._make_scheduler = Scheduler if drafting is None else drafting.scheduler
+        self.scheduler: Scheduler = self._make_scheduler(config, self.room)
         self.requests = Requests(model.processor, config.seed, config.return_routed_experts)
-        self._run_ahead = device.is_cuda if config.async_scheduling is None else config.async_scheduling
+        ahead = device.is_cuda if config.async_scheduling is None else config.async_scheduling
+        self._run_ahead = ahead and drafting is None
         # Requests without sequences yet, and perf_counter when they arrived.
         self._arrived: deque[tuple[Request, float]] = deque()
         self._num_arrived = 0  # sequences that these will have
@@ -121,7 +129,7 @@ class Core:
     def clear(self, failed: bool = False) -> bool:
         if failed:
             self._in_flight = None
-            self.scheduler = Scheduler(self._config, self.room)
+            self.scheduler = self._make_scheduler(self._config, self.room)
         else:
             for seq_id in self.requests.unfinished:
                 self.scheduler.abort(seq_id)
@@ -190,7 +198,7 @@ class Core:
         outputs = self.requests.finish(ended, now)
         stats = StepStats(
             kind=batch.kind,
-            num_seqs=len(batch.seq_ids),
+            num_seqs=len({*batch.seq_ids}),
             num_new_tokens=len(batch.token_ids),
             num_attention_pairs=pairs_of(batch),
             seconds=seconds,

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.answers import RequestOutput
-from nanovllm.checks import BadRow, attempt, check_on_error, raise_first
+from nanovllm.checks import BadRow, Default, attempt, check_on_error, raise_first
 from nanovllm.config import Config
-from nanovllm.doors import ORDERS, find
+from nanovllm.doors import HINT, ORDERS, find
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.startup import recommended_params
-from nanovllm.engine.stats import History, LengthHint, Progress, StepStats, progress_of
+from nanovllm.engine.stats import History, Progress, StepStats, progress_of
 from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others
 from nanovllm.lifecycle import Lifecycle, no_full_collections
 from nanovllm.models.config import ModelConfig
@@ -103,10 +103,8 @@ class Generation:
                 progress.refused(len(outputs))
                 outputs += self._finish_all(progress, feed)
         outputs.sort(key=lambda output: output.index)
-        hint = LengthHint(self._executor.room.max_model_len)
-        hint.asked(0, params)
-        hint.answered(outputs)
-        hint.say()
+        if any(isinstance(getattr(each, "max_tokens", 0), Default) for each in params):
+            find(HINT)(self._executor.room.max_model_len, params, outputs)
         return outputs
 
     # -- inside ------------------------------------------------------------------------------------------

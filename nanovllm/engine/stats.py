@@ -1,5 +1,5 @@
 """What the engine notes of its work: StepStats for every finished step, and what it answered. Doors count it,
-and show the progress of a call. After a call a hint about the length of its answers.
+and show the progress of a call.
 
 They hold only values that the host knows without asking the device. Noting a step takes a microsecond, and
 what waits to be counted is bounded.
@@ -7,10 +7,9 @@ what waits to be counted is bounded.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter, time
@@ -20,11 +19,7 @@ import numpy as np
 
 from nanovllm.answers import RequestMetrics, RequestOutput, unlisted
 from nanovllm.batch import Batch, StepKind
-from nanovllm.checks import Default
 from nanovllm.doors import COUNTS, PROGRESS, Table
-from nanovllm.params import MAX_TOKENS, SamplingParams
-
-logger = logging.getLogger("nanovllm")
 
 # Of an output or a part of one: the request's id, whether this is all, the times, the prompt's length, and of
 # each completion its index, why it ended, and the number of its tokens here.
@@ -41,7 +36,9 @@ class StepStats:
 
     kind: StepKind
     num_seqs: int
-    num_new_tokens: int  # whose K/V it computed: prompts in prefill, one for each sequence in decode
+    num_new_tokens: (
+        int  # whose K/V it computed: prompts in prefill; in decode one of each sequence, and drafts
+    )
     num_attention_pairs: int  # pairs of a new token and a token that it attends to
     seconds: float  # since the end of the previous step; for the first step, since its request arrived
     num_drawn_tokens: int  # without those of surplus rows
@@ -141,36 +138,3 @@ def progress_of(total: int, use_tqdm: bool | Callable[..., Any]) -> Progress:
         return Progress()
     shown: Progress = _PROGRESS["shown"](total, use_tqdm)
     return shown
-
-
-class LengthHint:
-    """Says once a call that most of its answers were cut off at the default `max_tokens`."""
-
-    def __init__(self, max_model_len: int) -> None:
-        self._max_model_len = max_model_len
-        self._defaults: set[int] = set()  # indexes of the prompts that have no limit of their own
-        self._num_answers = self._num_cut = 0
-
-    def asked(self, first_index: int, params: Sequence[object]) -> None:
-        """Note the parameters of prompts, from that of `first_index` on."""
-        for index, each in enumerate(params, first_index):
-            if isinstance(each, SamplingParams) and isinstance(each.max_tokens, Default):
-                self._defaults.add(index)
-
-    def answered(self, outputs: Iterable[RequestOutput]) -> None:
-        """Count answers, or the last parts of answers."""
-        for output in outputs:
-            fits = len(unlisted(output, "prompt_token_ids")) + MAX_TOKENS <= self._max_model_len
-            for each in output.outputs:
-                self._num_answers += each.finished()
-                self._num_cut += fits and each.finish_reason == "length" and output.index in self._defaults
-            if output.finished:
-                self._defaults.discard(output.index)
-
-    def say(self) -> None:
-        if 2 * self._num_cut > self._num_answers:
-            logger.warning(
-                "%d of %d answers were cut off at the default of %d tokens; set max_tokens of SamplingParams "
-                "for longer ones, or to None for as many tokens as fit",
-                *(self._num_cut, self._num_answers, MAX_TOKENS),
-            )

@@ -17,6 +17,16 @@ NO_LOGPROBS = -1  # as a number of likeliest tokens: no logprobs, not even the t
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class CountedTokens:
+    """Output tokens that a step counts before it draws: slot `slots[i]` gets the counts of `sources[i]`, then
+    counts `token_ids[i]`. All [N] int64; the slots are all different, and none is the source of another."""
+
+    sources: np.ndarray
+    slots: np.ndarray
+    token_ids: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Penalties:
     """The repetition penalties of S sequences, and the tokens with which counting restarts.
 
@@ -29,6 +39,7 @@ class Penalties:
     history_slots: np.ndarray  # [N] int64, the slot of each token; counts of these slots restart from zero
     history_ids: np.ndarray  # [N] int64
     history_is_prompt: np.ndarray  # [N] bool
+    counted: tuple[CountedTokens, ...] = ()  # after the history, in this order
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -167,6 +167,10 @@ class ExtrasEnding:
             prompts = np.unique(cells[penalties.history_is_prompt])
             changed = np.unique(penalties.history_slots), prompts, outputs, np.minimum(times, MAX_COUNT)
             restart_counts(self.counts, *map(send, changed))
+        for each in penalties.counted:
+            own = send(each.slots)
+            self.counts[own] = self.counts[send(each.sources)]
+            count_tokens(self.counts, own, send(each.token_ids))
         return RowPenalties(
             send(penalties.repetition),
             send(penalties.frequency),

@@ -5,7 +5,7 @@ A rule belongs to one sequence. Knows neither text nor logits; the device applie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -141,6 +141,38 @@ class Grammar:
         self._num_consumed = 0
         self._may_end = False
         self.dead_end: str | None = None  # why no token may follow: llguidance's message, or ""
+
+    @property
+    def may_think(self) -> bool:
+        """Whether the text may begin after some thinking."""
+        return self._gate is not None
+
+    def look_ahead(self, token_ids: Sequence[int], stop_ids: Collection[int], bits: np.ndarray) -> int:
+        """After `complete`, if nothing is thought: fill a row of bits for the token after each guessed one.
+
+        Return how many rows are filled: up to the first guess that may not follow, or that ends the output.
+        The matcher is as before.
+        """
+        matcher, number = self._matcher, 0
+        assert matcher is not None and self._gate is None
+        if matcher.is_error() or matcher.is_stopped():
+            return 0
+        for token_id, row in zip(token_ids, bits, strict=True):
+            if token_id in stop_ids or not matcher.try_consume_tokens([token_id]):
+                break
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if matcher.is_error():
+                break
+            number += 1
+            if matcher.is_accepting():
+                self._stops.add_to(row)
+        if matcher.is_error():  # perhaps at a limit that it shares with other matchers
+            self._matcher = None
+            self._num_consumed = 0
+            return 0
+        if number:
+            matcher.rollback(number)
+        return number
 
     def text_start(self, token_ids: Sequence[int], start: int) -> int | None:
         """Where the text begins in an output that begins at `start`; None while the model thinks."""

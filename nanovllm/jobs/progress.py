@@ -39,6 +39,7 @@ MAX_POINTS = 200  # of the timeline that the journal holds
 # Fields of EngineStats that add up.
 _ADDED = {"uptime", "prefill_seconds", "decode_seconds", "num_prefill_steps", "num_decode_steps"}
 _ADDED |= {"num_computed_tokens", "num_cached_tokens", "num_decoded_tokens", "num_preemptions"}
+_ADDED |= {"num_draft_tokens", "num_accepted_tokens"}
 
 
 class Display:

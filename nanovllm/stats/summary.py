@@ -69,6 +69,8 @@ class EngineStats:
     peak_kv_cache_usage: float
     points: tuple[TimelinePoint, ...]
     interval: float  # seconds of a point
+    num_draft_tokens: int = 0  # guessed tokens that decode steps computed, see `speculative_config`
+    num_accepted_tokens: int = 0  # of these, the ones that were drawn
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -79,6 +81,11 @@ class EngineStats:
     def decode_tokens_per_s(self) -> float:
         """Output tokens per second of decode; 0 before the first decode."""
         return self.num_decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """The share of drafts that were drawn; 0 before the first draft."""
+        return self.num_accepted_tokens / (self.num_draft_tokens or 1)
 
     @property
     def prefix_cache_hit_rate(self) -> float:
@@ -92,6 +99,13 @@ class EngineStats:
         """
         return list(self.points)
 
+    def _drafts(self) -> str:
+        """A line, if there were drafts."""
+        if not self.num_draft_tokens:
+            return ""
+        share = f"{self.num_accepted_tokens:,} accepted ({self.draft_acceptance_rate:.0%})"
+        return f"\n  drafts: {counted(self.num_draft_tokens, 'token')}, {share}"
+
     def __repr__(self) -> str:
         return f"""\
 EngineStats after {self.uptime:,.1f} s
@@ -104,7 +118,7 @@ EngineStats after {self.uptime:,.1f} s
 {self.num_cached_tokens:,} more ({self.prefix_cache_hit_rate:.0%}) from the prefix cache
   decode: {counted(self.num_decode_steps, "step")}, {self.decode_seconds:,.2f} s, \
 {counted(self.num_decoded_tokens, "token")}, {short(self.decode_tokens_per_s)} tok/s, \
-{self.decode_batch_size:,.1f} sequences a step
+{self.decode_batch_size:,.1f} sequences a step{self._drafts()}
   KV cache: {self.kv_cache_usage:.0%} in use, {self.peak_kv_cache_usage:.0%} at most; \
 {counted(self.num_preemptions, "preemption")}"""
 

@@ -31,6 +31,8 @@ class Interval:
     num_context_tokens: int = 0
     num_decode_rows: int = 0
     num_prefill_rows: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     running: int = 0  # this and the next fields are summed after each step
     waiting: int = 0
     usage: float = 0.0
@@ -42,6 +44,9 @@ class Interval:
             self.num_decoded_tokens += step.num_drawn_tokens
             self.num_decode_rows += step.num_seqs
             self.num_context_tokens += step.num_attention_pairs
+            if step.num_new_tokens > step.num_seqs:
+                self.num_draft_tokens += step.num_new_tokens - step.num_seqs
+                self.num_accepted_tokens += step.num_drawn_tokens - step.num_seqs
         else:
             self.num_prefill_steps += 1
             self.prefill_seconds += step.seconds

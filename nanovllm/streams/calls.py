@@ -11,11 +11,11 @@ from nanovllm.answers import RequestOutput
 from nanovllm.checks import check_on_error
 from nanovllm.device import Device
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.stats import LengthHint
 from nanovllm.errors import EngineClosedError
 from nanovllm.inputs import PromptLike, calls_of_llm
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.params import SamplingParams
+from nanovllm.stats.hint import LengthHint
 from nanovllm.streams.ahead import FIRST, Ahead
 from nanovllm.streams.reader import PromptReader
 

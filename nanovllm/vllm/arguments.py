@@ -109,12 +109,12 @@ _ENGINE_ANY = """
 _ENGINE_NONE = """
     model_loader_extra_config pooler_config override_pooler_config worker_extension_cls scheduler_cls
     kv_transfer_config kv_events_config cuda_graph_sizes cudagraph_capture_sizes additional_config
-    speculative_config speculative_model num_speculative_tokens
     show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
-    kv_cache_dtype_skip_layers spec_method spec_model spec_tokens model_class_overrides
+    kv_cache_dtype_skip_layers model_class_overrides
     max_num_queued_reqs max_num_queued_tokens io_processor_plugin watermark_config diffusion_config
     aux_output_config engram_config ec_transfer_config sleep_preserve_parameter_names
 """
+_DRAFTS = "speculative_model num_speculative_tokens spec_method spec_model spec_tokens"
 _MACHINES = "ranks and replicas are processes of this machine"
 _RANKS = "data_parallel_rank data_parallel_start_rank data_parallel_size_local"
 _BALANCERS = "data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb"
@@ -137,6 +137,7 @@ def _is_structured(value: Any) -> bool:
 
 
 ENGINE: dict[str, Absent] = {
+    **_each(_DRAFTS, Absent(_NOTHING, "pass speculative_config={'method': 'suffix'}")),
     # the model and its files
     "tokenizer_mode": Absent(("auto", "hf", None), "pass a tokenizer that you have made, as tokenizer"),
     "code_revision": Absent(_NOTHING, _DOWNLOAD),

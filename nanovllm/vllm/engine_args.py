@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from nanovllm.config import Config
+from nanovllm.doors import DRAFTS, Table
 from nanovllm.names import KnownFields, refuse_unknown
 from nanovllm.params import SamplingParams
 from nanovllm.vllm.arguments import ENGINE
 
 logger = logging.getLogger("nanovllm")
+_DRAFTS: Table[Any] = Table(DRAFTS)
 
 P = ParamSpec("P")
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
@@ -134,6 +136,10 @@ dataclass(EngineArgs)
 def our_options(arguments: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
     """The options of `Config` among the arguments of `LLM`, under our names; the others are checked."""
     found = _renamed(arguments)
+    if found.get("speculative_config") == {}:
+        del found["speculative_config"]
+    elif found.get("speculative_config") is not None:
+        _DRAFTS["checked"](found["speculative_config"])
     _check_absent({name: found.pop(name) for name in arguments if name in found and name not in known}, known)
     return found
 

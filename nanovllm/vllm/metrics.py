@@ -139,6 +139,9 @@ def engine_metrics(stats: EngineStats, has_prefix_cache: bool, labels: dict[str,
         "prefix_cache_queries": queried,
         "prefix_cache_hits": stats.num_cached_tokens,
     }
+    if stats.num_draft_tokens:
+        counters["spec_decode_num_draft_tokens"] = stats.num_draft_tokens
+        counters["spec_decode_num_accepted_tokens"] = stats.num_accepted_tokens
     return [
         *(Gauge(f"vllm:{name}", dict(labels), float(value)) for name, value in gauges.items()),
         *(Counter(f"vllm:{name}", dict(labels), value) for name, value in counters.items()),

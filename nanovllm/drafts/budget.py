@@ -1,0 +1,109 @@
+"""Budget: how many drafts a decode step computes, from how often drafts were right and from what steps cost.
+
+It sees shares and seconds; it changes which tokens are computed ahead, and no answer. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+
+_SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
+_WEIGHT = 0.2  # of the newest step in a mean
+_FORGOTTEN = 200  # steps after which a size that no step had is tried again
+_OUTLIER = 3  # times what is expected: a first step of a size compiles or records
+FIRST_TRUST = 0.6  # how often a draft is right before anything is known
+TRUST_WEIGHT = 0.1
+LEAST_GAIN = 0.02  # a draft that is right less often is never computed
+
+
+class Trust:
+    """How often the drafts of one text were right: a mean that forgets."""
+
+    def __init__(self, start: float = FIRST_TRUST) -> None:
+        self.value = start
+
+    def learn(self, right: int, wrong: bool) -> None:
+        """right: drafts that were drawn, in order; wrong: whether another one was not."""
+        keep = (1 - TRUST_WEIGHT) ** right
+        self.value = self.value * keep + (1 - keep)
+        if wrong:
+            self.value *= 1 - TRUST_WEIGHT
+
+    def gains(self, shares: Sequence[float]) -> list[float]:
+        """The chance of each draft of a text that it and all before it are right."""
+        return [share * self.value ** (place + 1) for place, share in enumerate(shares)]
+
+
+class _Size:
+    """Steps of about the same number of rows."""
+
+    def __init__(self) -> None:
+        self.rows = self.seconds = 0.0
+        self.last = -1  # the number of its last step
+        self.was_outlier = False
+
+
+class Budget:
+    """Chooses drafts for the most tokens a second. Costs of sizes that are not known are taken to be those of
+    the nearest smaller one, so they are tried."""
+
+    def __init__(self, most_rows: int) -> None:
+        """most_rows: of a step."""
+        self._most_rows = most_rows
+        self._sizes = [_Size() for _ in range(len(_SIZES) + 1)]
+        self._steps = 0
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Note a decode step."""
+        self._steps += 1
+        size = self._sizes[bisect_left(_SIZES, rows)]
+        expected = self._seconds(np.array([rows]))[0]
+        if expected and seconds > _OUTLIER * expected and not size.was_outlier:
+            size.was_outlier = True
+            return
+        if size.last < 0 or self._steps - size.last > _FORGOTTEN:
+            size.rows, size.seconds = float(rows), seconds
+        size.rows += _WEIGHT * (rows - size.rows)
+        size.seconds += _WEIGHT * (seconds - size.seconds)
+        size.last, size.was_outlier = self._steps, False
+
+    def _seconds(self, rows: np.ndarray) -> np.ndarray:
+        """What steps of so many rows take; zeros if nothing is known."""
+        known = [each for each in self._sizes if each.last >= 0 and self._steps - each.last <= _FORGOTTEN]
+        if not known:
+            return np.zeros(len(rows))
+        at = np.array([each.rows for each in known])
+        return np.interp(rows, at, np.maximum.accumulate([each.seconds for each in known]))
+
+    def choose(self, gains: Sequence[Sequence[float]]) -> list[int]:
+        """The number of drafts of each sequence. gains: of its drafts, never rising; see `Trust.gains`."""
+        counts = [0] * len(gains)
+        found = [(-gain, row) for row, each in enumerate(gains) for gain in each if gain >= LEAST_GAIN]
+        if not found:
+            return counts
+        found.sort()
+        totals = len(gains) - np.cumsum([gain for gain, _ in found], dtype=float)
+        numbers = np.array([0, *self._numbers(len(gains), len(found))])
+        drawn = np.concatenate([[float(len(gains))], totals])[numbers]
+        seconds = self._seconds(len(gains) + numbers)
+        speed = drawn / seconds if seconds.all() else drawn
+        best = int(numbers[len(speed) - 1 - int(np.argmax(speed[::-1]))])
+        for _, row in found[:best]:
+            counts[row] += 1
+        return counts
+
+    def _numbers(self, seqs: int, drafts: int) -> list[int]:
+        """Numbers of drafts whose rows fill a step of a common size, or that are all. Steps have few sizes,
+        because a graph or a recording is made for each."""
+        most = min(drafts, self._most_rows - seqs)
+        sizes = [rows - seqs for rows in range(seqs + 1, seqs + most + 1) if rows == _whole(rows)]
+        return sizes or ([most] if most > 0 else [])
+
+
+def _whole(rows: int) -> int:
+    """The number of rows to which a step is filled up: every one up to 16, then multiples of 4, 8 and 16."""
+    unit = 1 if rows <= 16 else 4 if rows <= 64 else 8 if rows <= 128 else 16
+    return -(-rows // unit) * unit
