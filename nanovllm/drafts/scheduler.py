@@ -74,6 +74,8 @@ class DraftingScheduler(Scheduler):
             return None
         drafts = self._drafts([self._draft(seq) for seq in seqs], seqs)
         self._planned = [*zip(seqs, drafts, strict=True)]
+        for seq in seqs:  # only now: blocks are freed of what no token from here on reads
+            seq.num_computed_tokens, seq.num_pending_tokens = seq.num_known_tokens, 1
         batch = self._batch_of(self._planned)
         self._retire(seqs)
         self._begun = perf_counter()
@@ -89,8 +91,6 @@ class DraftingScheduler(Scheduler):
             assert not seq.num_pending_tokens, "each step is read before the next one is planned"
             if seq.num_known_tokens > seq.capacity and not self._grow(seq):
                 continue
-            seq.num_computed_tokens = seq.num_known_tokens
-            seq.num_pending_tokens = 1
             seqs.append(seq)
         return sorted(seqs, key=lambda seq: -seq.num_known_tokens)
 
@@ -99,7 +99,7 @@ class DraftingScheduler(Scheduler):
         text = self._texts.get(seq.seq_id)
         if text is None:
             text = self._texts[seq.seq_id] = Text(self._proposer.width, self._trust.value)
-        left = min(self._settings.num_speculative_tokens, seq.max_tokens_total - seq.num_tokens)
+        left = min(self._settings.num_speculative_tokens, seq.max_tokens_total - seq.num_tokens - 1)
         text.draft = NOTHING
         if left > 0 and can_draft(seq):
             text.follow(seq)
