@@ -13,7 +13,6 @@ import numpy as np
 _SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
 _WEIGHT = 0.2  # of the newest step in a mean
 _FORGOTTEN = 200  # steps after which a size that no step had is tried again
-_OUTLIER = 3  # times what is expected: a first step of a size compiles or records
 FIRST_TRUST = 0.6  # how often a draft is right before anything is known
 TRUST_WEIGHT = 0.1
 LEAST_GAIN = 0.02  # a draft that is right less often is never computed
@@ -43,7 +42,6 @@ class _Size:
     def __init__(self) -> None:
         self.rows = self.seconds = 0.0
         self.last = -1  # the number of its last step
-        self.was_outlier = False
 
 
 class Budget:
@@ -55,20 +53,21 @@ class Budget:
         self._most_rows = most_rows
         self._sizes = [_Size() for _ in range(len(_SIZES) + 1)]
         self._steps = 0
+        self._begun: set[int] = set()  # numbers of rows that steps had
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Note a decode step."""
+        """Note a decode step. The first one of so many rows does not count, as it compiles, captures a graph
+        or is recorded."""
         self._steps += 1
-        size = self._sizes[bisect_left(_SIZES, rows)]
-        expected = self._seconds(np.array([rows]))[0]
-        if expected and seconds > _OUTLIER * expected and not size.was_outlier:
-            size.was_outlier = True
+        if rows not in self._begun:
+            self._begun.add(rows)
             return
+        size = self._sizes[bisect_left(_SIZES, rows)]
         if size.last < 0 or self._steps - size.last > _FORGOTTEN:
             size.rows, size.seconds = float(rows), seconds
         size.rows += _WEIGHT * (rows - size.rows)
         size.seconds += _WEIGHT * (seconds - size.seconds)
-        size.last, size.was_outlier = self._steps, False
+        size.last = self._steps
 
     def _seconds(self, rows: np.ndarray) -> np.ndarray:
         """What steps of so many rows take; zeros if nothing is known."""

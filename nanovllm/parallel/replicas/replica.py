@@ -29,7 +29,6 @@ from nanovllm.extras.logprobs import LogprobDicts
 from nanovllm.lifecycle import no_full_collections
 from nanovllm.parallel.watch import Progress
 from nanovllm.parallel.worker import exit_with, leave
-from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Room
 from nanovllm.residency.core import ResidentCore
 from nanovllm.residency.shared_tensors import SharedTensors
@@ -233,7 +232,7 @@ class Replica(ResidentCore):
                 f"max_model_len={most}"
             )
         self.room = replace(self.room, asked=max_model_len)
-        self.scheduler = Scheduler(self._config, self.room)
+        self.scheduler = self._make_scheduler(self._config, self.room)
 
     def add(self, requests: list[Request], deltas: bool = False) -> None:
         """As `Executor.add`, of packed requests."""
