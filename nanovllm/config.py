@@ -153,7 +153,7 @@ class Config:
     speculative_config: Mapping[str, Any] | None = option(None, "[Drafts from the "
         'text](#drafts-from-the-text), such as `{"method": "suffix"}` or `{"method": "ngram", '
         '"num_speculative_tokens": 4}`: several tokens of a sequence in a step, and the same answers.',
-        "Methods with a second model; models with states; `async_scheduling=True`.")
+        "Methods with a second model; models with states.")
     generation_config: Held[str, str | os.PathLike[str]] = option("auto", "Which "
         "`generation_config.json` sets the sampling parameters that nobody gives: its `temperature`, "
         "`top_k`, `top_p`, `min_p`, "

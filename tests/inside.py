@@ -410,14 +410,15 @@ def set_proposer(patch: pytest.MonkeyPatch, proposer: Any) -> None:
     patch.setattr(scheduler, "make_proposer", lambda settings: proposer)
 
 
-def compute_all_drafts(patch: pytest.MonkeyPatch) -> None:
-    """Steps compute all drafts for which they have rows, whatever that costs."""
+def compute_all_drafts(patch: pytest.MonkeyPatch, share: Callable[[], float] = lambda: 1.0) -> None:
+    """Steps compute all drafts for which they have rows, whatever that costs. share: how many of the next
+    sequence's, 0 to 1."""
     from nanovllm.drafts.budget import Budget
 
     def choose(self: Budget, gains: Sequence[Sequence[float]]) -> list[int]:
         counts: list[int] = []
         for each in gains:
-            counts.append(min(len(each), self._most_rows - len(gains) - sum(counts)))
+            counts.append(min(round(share() * len(each)), self._most_rows - len(gains) - sum(counts)))
         return counts
 
     patch.setattr(Budget, "choose", choose)

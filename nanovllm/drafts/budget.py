@@ -5,12 +5,10 @@ It sees shares and seconds; it changes which tokens are computed ahead, and no a
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 
-_SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
 _WEIGHT = 0.2  # of the newest step in a mean
 _FORGOTTEN = 200  # steps after which a size that no step had is tried again
 FIRST_TRUST = 0.6  # how often a draft is right before anything is known
@@ -36,46 +34,42 @@ class Trust:
         return [share * self.value ** (place + 1) for place, share in enumerate(shares)]
 
 
-class _Size:
-    """Steps of about the same number of rows."""
-
-    def __init__(self) -> None:
-        self.rows = self.seconds = 0.0
-        self.last = -1  # the number of its last step
-
-
 class Budget:
-    """Chooses drafts for the most tokens a second. Costs of sizes that are not known are taken to be those of
-    the nearest smaller one, so they are tried."""
+    """Chooses drafts for the most tokens a second. A size that no recent step had is taken to cost what the
+    next smaller known one does, so it is tried."""
 
     def __init__(self, most_rows: int) -> None:
         """most_rows: of a step."""
         self._most_rows = most_rows
-        self._sizes = [_Size() for _ in range(len(_SIZES) + 1)]
+        self._costs: dict[int, tuple[float, int]] = {}  # seconds, and the number of the last step, by size
         self._steps = 0
-        self._begun: set[int] = set()  # numbers of rows that steps had
+        self._begun: set[int] = set()  # sizes that steps had
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Note a decode step. The first one of so many rows does not count, as it compiles, captures a graph
-        or is recorded."""
+        """Note a decode step. The first one of a size does not count, as it compiles, captures a graph or is
+        recorded."""
         self._steps += 1
-        if rows not in self._begun:
-            self._begun.add(rows)
+        size = _whole(rows)
+        if size not in self._begun:
+            self._begun.add(size)
             return
-        size = self._sizes[bisect_left(_SIZES, rows)]
-        if size.last < 0 or self._steps - size.last > _FORGOTTEN:
-            size.rows, size.seconds = float(rows), seconds
-        size.rows += _WEIGHT * (rows - size.rows)
-        size.seconds += _WEIGHT * (seconds - size.seconds)
-        size.last = self._steps
+        mean, last = self._costs.get(size, (seconds, self._steps))
+        if self._steps - last > _FORGOTTEN:
+            mean = seconds
+        self._costs[size] = mean + _WEIGHT * (seconds - mean), self._steps
 
     def _seconds(self, rows: np.ndarray) -> np.ndarray:
-        """What steps of so many rows take; zeros if nothing is known."""
-        known = [each for each in self._sizes if each.last >= 0 and self._steps - each.last <= _FORGOTTEN]
+        """What steps of so many rows take; of fewer than any, a share of that; zeros if nothing is known."""
+        known = sorted([(size, mean) for size, (mean, last) in self._costs.items() if self._is_recent(last)])
         if not known:
             return np.zeros(len(rows))
-        at = np.array([each.rows for each in known])
-        return np.interp(rows, at, np.maximum.accumulate([each.seconds for each in known]))
+        sizes = np.array([size for size, _ in known])
+        seconds = np.maximum.accumulate([mean for _, mean in known])
+        below = np.searchsorted(sizes, rows, "right") - 1
+        return np.where(below < 0, seconds[0] * rows / sizes[0], seconds[np.maximum(below, 0)])
+
+    def _is_recent(self, last: int) -> bool:
+        return self._steps - last <= _FORGOTTEN
 
     def choose(self, gains: Sequence[Sequence[float]]) -> list[int]:
         """The number of drafts of each sequence. gains: of its drafts, never rising; see `Trust.gains`."""

@@ -25,16 +25,11 @@ class Drafting:
 
     @classmethod
     def of(cls, config: Config, model_config: ModelConfig) -> Drafting:
-        """ValueError for a model that cannot draft, and for what contradicts it."""
+        """ValueError for a model that cannot draft."""
         if any(spec.state is not None for spec in model_config.attention):
             raise ValueError(
                 f"{OPTION} needs a model whose layers all have a KV cache: {model_config.architecture} has "
                 "layers with a state, which cannot forget a wrong draft; leave it out"
-            )
-        if config.async_scheduling:
-            raise ValueError(
-                f"{OPTION} needs the tokens of a step before it plans the next one, and async_scheduling="
-                "True does not wait for them; leave async_scheduling out"
             )
         settings = DraftSettings.of(config.speculative_config)
         drafts = min(MOST_DRAFTS, config.max_num_seqs * settings.num_speculative_tokens)

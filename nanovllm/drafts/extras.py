@@ -5,12 +5,13 @@ For steps that `drafts/scheduler.py` plans. Needs no torch.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 
 from nanovllm.batch import Extras
-from nanovllm.extras.columns import BatchExtras, CountedTokens, TokenMasks
+from nanovllm.extras.columns import BatchExtras, CountedTokens, LogitsProcessor, TokenMasks
 from nanovllm.extras.token_rules import (
     AllowedTokens,
     BadWords,
@@ -59,19 +60,26 @@ def plan_extras(extras: Extras, planned: Planned, slots: np.ndarray, accepted: l
     return replace(extras, penalties=replace(extras.penalties, counted=counted))
 
 
-def write_masks(planned: Planned, buffer: np.ndarray) -> tuple[TokenMasks, dict[int, int]]:
+def write_masks(
+    planned: Planned, unfinished: Collection[int], buffer: np.ndarray
+) -> tuple[TokenMasks, dict[int, int]]:
     """The allowed tokens of a planned step, written to `buffer` as in `Scheduler.masks`; and by id of each
-    sequence with a grammar how many of its drafts have a row that may be used, as their masks are known."""
+    sequence with a grammar how many of its drafts have a row that may be used, as their masks are known.
+    unfinished: ids of sequences; others have surplus rows."""
     ruled: list[RuledRow] = []
     rows: list[int] = []
     forms: list[tuple[Grammar, Sequence, list[int], int]] = []  # with the number of its first mask
+    processors: list[tuple[int, LogitsProcessor, list[int], list[int]]] = []
     row = 0
     for seq, drafts in planned:
-        if seq.extras is not None and seq.extras.has_rules:
+        if seq.extras is not None and seq.extras.has_rules and seq.seq_id in unfinished:
+            prompt = seq.prompt_ids[: seq.num_prompt_tokens].tolist()
+            for function in seq.params.logits_processors or ():
+                processors.append((row, function, prompt, seq.completion_token_ids))
             rules, form = seq.extras.rules, _grammar(seq.extras.rules)
             if form is not None and drafts:
                 forms.append((form, seq, drafts, len(rows)))
-            for depth in range(1 + len(drafts)):
+            for depth in range(1 + len(drafts)) if rules else ():
                 if form is None or not depth:
                     ruled.append(RuledRow(len(rows), rules, _with(seq, drafts[:depth]), 0))
                 rows.append(row + depth)
@@ -82,12 +90,7 @@ def write_masks(planned: Planned, buffer: np.ndarray) -> tuple[TokenMasks, dict[
     usable: dict[int, int] = {}
     for form, seq, drafts, number in forms:
         usable[seq.seq_id] = _write_ahead(form, seq, drafts, bits[number + 1 : number + 1 + len(drafts)])
-    processors = tuple(
-        (row, function, seq.prompt_ids[: seq.num_prompt_tokens].tolist(), seq.completion_token_ids)
-        for row, seq in _first_rows(planned)
-        for function in seq.params.logits_processors or ()
-    )
-    return TokenMasks(np.array(rows, np.int64), bits, processors), usable
+    return TokenMasks(np.array(rows, np.int64), bits, tuple(processors)), usable
 
 
 def _with(seq: Sequence, drafts: list[int]) -> list[int]:
@@ -96,14 +99,6 @@ def _with(seq: Sequence, drafts: list[int]) -> list[int]:
 
 def _grammar(rules: list[Rule]) -> Grammar | None:
     return next((rule for rule in rules if isinstance(rule, Grammar)), None)
-
-
-def _first_rows(planned: Planned) -> list[tuple[int, Sequence]]:
-    found, row = [], 0
-    for seq, drafts in planned:
-        found.append((row, seq))
-        row += 1 + len(drafts)
-    return found
 
 
 def _write_ahead(form: Grammar, seq: Sequence, drafts: list[int], bits: np.ndarray) -> int:

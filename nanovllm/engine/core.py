@@ -69,8 +69,7 @@ class Core:
         self._make_scheduler = Scheduler if drafting is None else drafting.scheduler
         self.scheduler: Scheduler = self._make_scheduler(config, self.room)
         self.requests = Requests(model.processor, config.seed, config.return_routed_experts)
-        ahead = device.is_cuda if config.async_scheduling is None else config.async_scheduling
-        self._run_ahead = ahead and drafting is None
+        self._run_ahead = device.is_cuda if config.async_scheduling is None else config.async_scheduling
         # Requests without sequences yet, and perf_counter when they arrived.
         self._arrived: deque[tuple[Request, float]] = deque()
         self._num_arrived = 0  # sequences that these will have
