@@ -7,7 +7,7 @@ other file reads a private name. Imports nothing of the package before a functio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -398,27 +398,3 @@ def parsed_lighteval_model(text: str) -> tuple[str, dict[str, Any], Any]:
 def set_end_of_thoughts(patch: pytest.MonkeyPatch, model: Any, end: str | int) -> None:
     """Set the text or token that ends the thoughts of a model of lm_eval."""
     patch.setattr(model, "_think_end", end)
-
-
-# -- drafts
-
-
-def set_proposer(patch: pytest.MonkeyPatch, proposer: Any) -> None:
-    """Engines that are made from now on draft what `proposer` guesses."""
-    from nanovllm.drafts import scheduler
-
-    patch.setattr(scheduler, "make_proposer", lambda settings: proposer)
-
-
-def compute_all_drafts(patch: pytest.MonkeyPatch, share: Callable[[], float] = lambda: 1.0) -> None:
-    """Steps compute all drafts for which they have rows, whatever that costs. share: how many of the next
-    sequence's, 0 to 1."""
-    from nanovllm.drafts.budget import Budget
-
-    def choose(self: Budget, gains: Sequence[Sequence[float]]) -> list[int]:
-        counts: list[int] = []
-        for each in gains:
-            counts.append(min(round(share() * len(each)), self._most_rows - len(gains) - sum(counts)))
-        return counts
-
-    patch.setattr(Budget, "choose", choose)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Steps of up to so many rows have a multiple of these.
+_UNITS, _LARGEST_UNIT = ((8, 1), (16, 2), (32, 4), (128, 8)), 16
 _WEIGHT = 0.2  # of the newest step in a mean
 _FORGOTTEN = 200  # steps after which a size that no step had is tried again
 FIRST_TRUST = 0.6  # how often a draft is right before anything is known
@@ -35,12 +37,12 @@ class Trust:
 
 
 class Budget:
-    """Chooses drafts for the most tokens a second. A size that no recent step had is taken to cost what the
-    next smaller known one does, so it is tried."""
+    """Chooses drafts for the most tokens a second. What steps of other sizes take follows from a line through
+    those that are known. While one is known, twice its rows are taken to cost the same, so they are tried."""
 
     def __init__(self, most_rows: int) -> None:
         """most_rows: of a step."""
-        self._most_rows = most_rows
+        self.most_rows = most_rows
         self._costs: dict[int, tuple[float, int]] = {}  # seconds, and the number of the last step, by size
         self._steps = 0
         self._begun: set[int] = set()  # sizes that steps had
@@ -59,14 +61,17 @@ class Budget:
         self._costs[size] = mean + _WEIGHT * (seconds - mean), self._steps
 
     def _seconds(self, rows: np.ndarray) -> np.ndarray:
-        """What steps of so many rows take; of fewer than any, a share of that; zeros if nothing is known."""
-        known = sorted([(size, mean) for size, (mean, last) in self._costs.items() if self._is_recent(last)])
+        """What steps of so many rows take; zeros if nothing is known."""
+        known = {size: mean for size, (mean, last) in self._costs.items() if self._is_recent(last)}
         if not known:
             return np.zeros(len(rows))
-        sizes = np.array([size for size, _ in known])
-        seconds = np.maximum.accumulate([mean for _, mean in known])
-        below = np.searchsorted(sizes, rows, "right") - 1
-        return np.where(below < 0, seconds[0] * rows / sizes[0], seconds[np.maximum(below, 0)])
+        sizes, means = np.array([*known], float), np.array([*known.values()])
+        if len(known) == 1:
+            return np.asarray(means * np.where(rows < sizes, rows / sizes, np.maximum(1, rows / (2 * sizes))))
+        away = sizes - sizes.mean()
+        slope = min(max(0.0, away @ means / (away @ away)), means.mean() / sizes.mean())
+        line = means.mean() + slope * (rows - sizes.mean())
+        return np.array([known.get(size, cost) for size, cost in zip(rows.tolist(), line, strict=True)])
 
     def _is_recent(self, last: int) -> bool:
         return self._steps - last <= _FORGOTTEN
@@ -91,12 +96,12 @@ class Budget:
     def _numbers(self, seqs: int, drafts: int) -> list[int]:
         """Numbers of drafts whose rows fill a step of a common size, or that are all. Steps have few sizes,
         because a graph or a recording is made for each."""
-        most = min(drafts, self._most_rows - seqs)
+        most = min(drafts, self.most_rows - seqs)
         sizes = [rows - seqs for rows in range(seqs + 1, seqs + most + 1) if rows == _whole(rows)]
         return sizes or ([most] if most > 0 else [])
 
 
 def _whole(rows: int) -> int:
-    """The number of rows to which a step is filled up: every one up to 16, then multiples of 4, 8 and 16."""
-    unit = 1 if rows <= 16 else 4 if rows <= 64 else 8 if rows <= 128 else 16
+    """The number of rows to which a step is filled up."""
+    unit = next((unit for most, unit in _UNITS if rows <= most), _LARGEST_UNIT)
     return -(-rows // unit) * unit

@@ -206,27 +206,23 @@ def test_a_text_that_repeats_nothing_has_no_drafts() -> None:
 # -- the budget ---------------------------------------------------------------------------------------------
 
 
-def seconds_of(rows: int, flat: int) -> float:
-    """Of a device that computes up to `flat` rows in the same time."""
-    return max(rows, flat) / 1000
-
-
-def run_budget(budget: Budget, gains: list[list[float]], flat: int, steps: int = 60) -> list[int]:
+def run_budget(budget: Budget, gains: list[list[float]], fixed: float, steps: int = 60) -> list[int]:
+    """The last choice, if a step takes the time of `fixed` rows and of its own."""
     counts: list[int] = []
     for _ in range(steps):
         counts = budget.choose(gains)
         assert all(0 <= count <= len(each) for count, each in zip(counts, gains, strict=True))
         rows = len(gains) + sum(counts)
-        budget.observe(rows, seconds_of(rows, flat))
+        budget.observe(rows, (fixed + rows) / 1000)
     return counts
 
 
 def test_the_budget_learns_what_a_step_costs() -> None:
     sure, doubtful = [0.95, 0.9, 0.85, 0.8], [0.3, 0.1]
-    assert run_budget(Budget(64), [sure, doubtful], flat=64) == [4, 2]  # rows cost nothing
-    assert run_budget(Budget(64), [sure, doubtful], flat=6) == [4, 0]
-    assert run_budget(Budget(64), [doubtful, doubtful], flat=1) == [0, 0]  # each row costs a row
-    assert run_budget(Budget(3), [sure, doubtful], flat=64) == [1, 0]  # there are no more rows
+    assert run_budget(Budget(64), [sure, doubtful], fixed=1000) == [4, 2]  # rows cost nothing
+    assert run_budget(Budget(64), [sure, doubtful], fixed=1.5) == [4, 0]
+    assert run_budget(Budget(64), [doubtful, doubtful], fixed=0) == [0, 0]  # each row costs a row
+    assert run_budget(Budget(3), [sure, doubtful], fixed=1000) == [1, 0]  # there are no more rows
     assert Budget(64).choose([[0.01], []]) == [0, 0]  # never worth it
 
 

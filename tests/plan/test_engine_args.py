@@ -148,8 +148,8 @@ def test_arguments_that_ask_for_more_are_refused_by_name() -> None:
     args.enable_lora = True
     with pytest.raises(ValueError, match=r"^LLM\(\): enable_lora=True is not supported; merge the adapter"):
         Config.from_kwargs(**vars(args))
-    with pytest.raises(ValueError, match="speculative_config="):
-        Config.from_kwargs(**parsed("--speculative-config", '{"method": "ngram"}'))
+    with pytest.raises(ValueError, match=r"speculative_config: method must be .* not 'mtp'"):
+        Config.from_kwargs(**parsed("--speculative-config", '{"method": "mtp"}'))
 
 
 def test_settings_for_tuning_have_no_effect_and_are_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -71,7 +71,7 @@ def test_neutral_options_change_nothing(options: dict[str, Any]) -> None:
         ("pipeline_parallel_size", 2, "data_parallel_size"),
         ("enable_lora", True, "merge"),
         ("cpu_offload_gb", 4, "smaller model"),
-        ("speculative_config", {"method": "ngram"}, "leave it out"),
+        ("speculative_model", "a/b", "pass speculative_config="),
         ("rope_theta", 1e6, r"use hf_overrides=\{'rope_theta': \.\.\.\}"),
         ("runner", "draft", "any model generates and embeds"),
         ("convert", "classify", "any model generates and embeds"),

@@ -10,7 +10,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import inside
+import draft_cases
 import numpy as np
 import pytest
 from checked_llm import CheckedLLM, make_tiny
@@ -89,7 +89,7 @@ class Oracle:
 @pytest.fixture
 def all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft is computed, whatever it costs."""
-    inside.compute_all_drafts(monkeypatch)
+    draft_cases.compute_all_drafts(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_parameters(
     name: str, folder: Path, plain: CheckedLLM, all_drafts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answered(plain, PARAMETERS[name])
-    inside.set_proposer(monkeypatch, Oracle(whole_texts(expected)))
+    draft_cases.set_proposer(monkeypatch, Oracle(whole_texts(expected)))
     with make_drafting(folder, METHODS["suffix"]) as llm:
         found = answered(llm, PARAMETERS[name])
         stats = llm.stats()
@@ -178,8 +178,8 @@ def test_options(
     model, asked, rng = windowed if windows else folder, PARAMETERS["mixed"], random.Random(7)
     with make_drafting(model, None, **OPTIONS[name]) as llm:
         expected = answered(llm, asked)
-    inside.set_proposer(monkeypatch, Oracle(whole_texts(expected)))
-    inside.compute_all_drafts(monkeypatch, lambda: rng.choice([0.0, 0.5, 1.0, 1.0]))
+    draft_cases.set_proposer(monkeypatch, Oracle(whole_texts(expected)))
+    draft_cases.compute_all_drafts(monkeypatch, lambda: rng.choice([0.0, 0.5, 1.0, 1.0]))
     with make_drafting(model, METHODS["ngram"], **OPTIONS[name]) as llm:
         check_equal(answered(llm, asked), expected)
         check_equal(answered(llm, asked), expected)  # again, from the prefix cache
@@ -194,8 +194,8 @@ def test_steps_ahead_and_steps_that_wait(name: str, folder: Path, monkeypatch: p
     shares = cycle([0.0] * 20 + [1.0] * 30)
     with make_drafting(folder, None) as llm:
         expected = answered(llm, PARAMETERS[name])
-    inside.set_proposer(monkeypatch, Oracle(whole_texts(expected)))
-    inside.compute_all_drafts(monkeypatch, lambda: next(shares))
+    draft_cases.set_proposer(monkeypatch, Oracle(whole_texts(expected)))
+    draft_cases.compute_all_drafts(monkeypatch, lambda: next(shares))
     with make_drafting(folder, METHODS["suffix"], async_scheduling=True) as llm:
         check_equal(answered(llm, PARAMETERS[name]), expected)
         assert sum(batch.token_ids[0] == LAST_SAMPLED for batch in llm.batches) > 0

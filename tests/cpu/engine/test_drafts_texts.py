@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import inside
+import draft_cases
 import pytest
 from test_drafts import Oracle, check_equal, whole_texts
 
@@ -67,11 +67,11 @@ def asked(name: str) -> list[SamplingParams]:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_texts(name: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain.generate(PROMPTS, asked(name), use_tqdm=False)
-    inside.compute_all_drafts(monkeypatch)
+    draft_cases.compute_all_drafts(monkeypatch)
     texts = whole_texts(expected)
     if name == "stop strings":  # what would follow is drafted too
         texts = [[*text, *range(5)] for text in texts]
-    inside.set_proposer(monkeypatch, Oracle(texts))
+    draft_cases.set_proposer(monkeypatch, Oracle(texts))
     with make(SUFFIX) as llm:
         check_equal(llm.generate(PROMPTS, asked(name), use_tqdm=False), expected)
         stats = llm.stats()
@@ -83,7 +83,7 @@ def test_texts(name: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("method", [SUFFIX, {"method": "ngram", "num_speculative_tokens": 3}])
 def test_drafts_of_the_text(method: dict[str, Any], plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the methods find themselves: greedy answers of a small model repeat themselves."""
-    inside.compute_all_drafts(monkeypatch)
+    draft_cases.compute_all_drafts(monkeypatch)
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, seed=0)
     expected = plain.generate(PROMPTS, params, use_tqdm=False)
     with make(method) as llm:
@@ -100,10 +100,10 @@ def test_drafts_of_the_text(method: dict[str, Any], plain: LLM, monkeypatch: pyt
 
 
 def test_streams_and_aborts(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside.compute_all_drafts(monkeypatch)
+    draft_cases.compute_all_drafts(monkeypatch)
     params = SamplingParams(temperature=0.3, max_tokens=50, ignore_eos=True, seed=4)
     expected = {each.prompt: each for each in plain.generate(PROMPTS, params, use_tqdm=False)}
-    inside.set_proposer(monkeypatch, Oracle(whole_texts([*expected.values()])))
+    draft_cases.set_proposer(monkeypatch, Oracle(whole_texts([*expected.values()])))
     with make(SUFFIX) as llm:
         parts: dict[int, list[str]] = {}
         for part in llm.stream(PROMPTS, params, deltas=True):
