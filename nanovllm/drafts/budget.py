@@ -69,7 +69,7 @@ class Budget:
         if len(known) == 1:
             return np.asarray(means * np.where(rows < sizes, rows / sizes, np.maximum(1, rows / (2 * sizes))))
         away = sizes - sizes.mean()
-        slope = min(max(0.0, away @ means / (away @ away)), means.mean() / sizes.mean())
+        slope = min(max(0.0, (away * means).sum() / (away * away).sum()), means.mean() / sizes.mean())
         line = means.mean() + slope * (rows - sizes.mean())
         return np.array([known.get(size, cost) for size, cost in zip(rows.tolist(), line, strict=True)])
 
