@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 # Steps of up to so many rows have a multiple of these.
-_UNITS, _LARGEST_UNIT = ((8, 1), (16, 2), (32, 4), (128, 8)), 16
+_UNITS, _LARGEST_UNIT = ((4, 1), (16, 4), (128, 8)), 16
 _WEIGHT = 0.2  # of the newest step in a mean
+_USES = 50  # steps over which the first one of a size is reckoned
 _FORGOTTEN = 200  # steps after which a size that no step had is tried again
 FIRST_TRUST = 0.6  # how often a draft is right before anything is known
 TRUST_WEIGHT = 0.1
@@ -46,14 +47,17 @@ class Budget:
         self._costs: dict[int, tuple[float, int]] = {}  # seconds, and the number of the last step, by size
         self._steps = 0
         self._begun: set[int] = set()  # sizes that steps had
+        self._first = 0.0  # seconds that the first step of a size takes beyond others
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Note a decode step. The first one of a size does not count, as it compiles, captures a graph or is
+        """Note a decode step. The first one of a size counts apart, as it compiles, captures a graph or is
         recorded."""
         self._steps += 1
         size = _whole(rows)
         if size not in self._begun:
             self._begun.add(size)
+            more = max(0.0, seconds - float(self._seconds(np.array([rows]))[0])) if self._costs else 0.0
+            self._first += _WEIGHT * (more - self._first)
             return
         mean, last = self._costs.get(size, (seconds, self._steps))
         if self._steps - last > _FORGOTTEN:
@@ -71,7 +75,13 @@ class Budget:
         away = sizes - sizes.mean()
         slope = min(max(0.0, (away * means).sum() / (away * away).sum()), means.mean() / sizes.mean())
         line = means.mean() + slope * (rows - sizes.mean())
-        return np.array([known.get(size, cost) for size, cost in zip(rows.tolist(), line, strict=True)])
+        begun, new = self._begun, self._first / _USES
+        return np.array(
+            [
+                known.get(size, cost if size in begun else cost + new)
+                for size, cost in zip(rows.tolist(), line, strict=True)
+            ]
+        )
 
     def _is_recent(self, last: int) -> bool:
         return self._steps - last <= _FORGOTTEN

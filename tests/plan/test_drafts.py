@@ -220,7 +220,7 @@ def run_budget(budget: Budget, gains: list[list[float]], fixed: float, steps: in
 def test_the_budget_learns_what_a_step_costs() -> None:
     sure, doubtful = [0.95, 0.9, 0.85, 0.8], [0.3, 0.1]
     assert run_budget(Budget(64), [sure, doubtful], fixed=1000) == [4, 2]  # rows cost nothing
-    assert run_budget(Budget(64), [sure, doubtful], fixed=1.5) == [4, 0]
+    assert run_budget(Budget(64), [sure, doubtful], fixed=1.5) == [2, 0]
     assert run_budget(Budget(64), [doubtful, doubtful], fixed=0) == [0, 0]  # each row costs a row
     assert run_budget(Budget(3), [sure, doubtful], fixed=1000) == [1, 0]  # there are no more rows
     assert Budget(64).choose([[0.01], []]) == [0, 0]  # never worth it
