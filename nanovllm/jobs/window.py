@@ -108,9 +108,11 @@ class Window:
 
 def _beginning(task: Task) -> bytes:
     """What is compared of a task: its text, or its token ids."""
+    text = task.prompt
     if task.is_chat:
-        return "\0".join(text_of(message["content"]) for message in task.prompt).encode()
-    return task.prompt.encode() if isinstance(task.prompt, str) else bytes(task.prompt.tobytes())
+        text = "\0".join(text_of(message["content"]) for message in task.prompt)
+    # A row with half of a surrogate pair is refused later, alone.
+    return text.encode(errors="surrogatepass") if isinstance(text, str) else bytes(text.tobytes())
 
 
 def text_of(content: str | list[dict[str, str]] | None) -> str:

@@ -138,7 +138,9 @@ class Feed:
         beginnings: Any = [self._made[row].prompt_token_ids for row in rows if row in self._made]
         if self._lazily:  # the order is made of texts, before they are tokenised
             beginnings = [
-                self._made[row].prompt_token_ids.tobytes() if (text := texts[row]) is None else text.encode()
+                self._made[row].prompt_token_ids.tobytes()
+                if (text := texts[row]) is None
+                else text.encode(errors="surrogatepass")
                 for row in rows
             ]
         sizes = np.fromiter(map(len, beginnings), np.int64, len(rows)) // (_CHARS if self._lazily else 1)
@@ -207,6 +209,6 @@ def _doubtful(texts: Sequence[str | None], engine: Generation) -> list[int]:
         row
         for row, text in enumerate(texts)
         if text is None
-        or (len(text) if text.isascii() else _GROWTH * len(text.encode())) > most
+        or (len(text) if text.isascii() else _GROWTH * len(text.encode(errors="surrogatepass"))) > most
         or word(text) is None
     ]

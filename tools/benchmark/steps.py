@@ -32,24 +32,25 @@ class StepRecorder:
     """Records each step of an engine of one model in a list."""
 
     def __init__(self, llm: LLM) -> None:
-        self._log: list[tuple[float, StepKind, np.ndarray, np.ndarray, tuple[int, ...]]] = []
+        self._log: list[Step] = []
+        indices: dict[int, int] = {}  # of the prompts of sequences, which may have ended
         core: Any = llm._executor
         finish = core._finished
 
         def finished(step: Any, *args: Any) -> Any:
+            batch, owners = step[0], core.requests._owners
+            known = [each for each in batch.seq_ids if each in owners]
+            indices.update((each, owners[each].request.index) for each in known)
             outputs, stats = finish(step, *args)
-            batch = step[0]
-            rows = batch.query_lens, batch.context_lens, batch.seq_ids
-            self._log.append((stats.seconds, stats.kind, *rows))
+            rows = np.array([indices[each] for each in batch.seq_ids])
+            self._log.append(Step(stats.seconds, stats.kind, batch.query_lens, batch.context_lens, rows))
             return outputs, stats
 
         core._finished = finished
 
     def take(self) -> list[Step]:
         """The steps since the last call, all of one `generate` with one completion for each prompt."""
-        first_id = min((min(seq_ids) for *_, seq_ids in self._log), default=0)
-        steps = [Step(*counted, np.array(seq_ids) - first_id) for *counted, seq_ids in self._log]
-        self._log.clear()
+        steps, self._log = self._log, []
         return steps
 
 

@@ -293,7 +293,9 @@ def test_resident_memory_shrinks(tmp_path: Path) -> None:
         back = [
             resident_bytes(pid) - (held - gone) for pid, held, gone in zip(pids, before, freed, strict=True)
         ]
-        assert all(got > 0.9 * size for size, got in zip(weights, back, strict=True)), back
+        assert all(got > 0.8 * size for size, got in zip(weights, back, strict=True)), (
+            back
+        )  # others give back
 
 
 def test_a_sleeping_engine_can_be_closed(model: Path) -> None:

@@ -256,7 +256,7 @@ def test_recorded_steps_count_what_the_floor_counts(run_ahead: bool) -> None:
         steps = recorder.take()
         cost = Cost.of(llm.model_config, 4, 4)
     assert recorder.take() == []
-    assert steps[0].rows.tolist() == [0, 1, 2] and sorted(steps[1].rows.tolist()) == [0, 2]
+    assert sorted(steps[0].rows.tolist()) == [0, 1, 2] and sorted(steps[1].rows.tolist()) == [0, 2]
     assert [step.kind for step in steps] == [StepKind.PREFILL] + 5 * [StepKind.DECODE]
     assert [len(step.query_lens) for step in steps] == [3, 2, 2, 2, 1, 1]
     assert all(step.seconds > 0 for step in steps)
