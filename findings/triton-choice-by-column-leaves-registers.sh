@@ -4,7 +4,7 @@
 # Guess: yes. A choice by column needs no data of another thread, so the layout of the product reaches the loads.
 # Seen: Triton 3.6.0, for compute capability 9.0, leaves a change of layout of the whole tile in the loop: it is written
 # to shared memory and read back. If both scales are joined beside the two halves of the columns, it does not.
-# Ours: words of NVFP4 are halves with a scale each, nanovllm/formats/int4/kernels/values.py;
+# Ours: words of NVFP4 are halves whose columns share a scale, and both scales are joined beside them,
 # tests/cpu/models/test_nvfp4.py::test_products_of_4_bits.
 set -euo pipefail
 folder=$(mktemp -d)
