@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from nanovllm.order.tree import run_starts
+
 SHARE = 0.005  # of the whole time, by which an end may be late
 _ROUNDS = 3  # in each of which a large branch is parted once more
 
@@ -28,7 +30,7 @@ def end_together(lengths: np.ndarray, longest: np.ndarray, units: np.ndarray, sl
     """
     if len(lengths) <= slots:
         return np.arange(len(lengths))
-    begins = np.flatnonzero(np.concatenate(([True], units[1:] != units[:-1])))
+    begins = np.flatnonzero(run_starts(units))
     work, most = np.add.reduceat(lengths, begins), np.maximum.reduceat(longest, begins)
     whole = float(work.sum()) / slots
     shortest = float(np.partition(longest, slots - 1)[slots - 1])
@@ -54,7 +56,7 @@ def _in_time(work: np.ndarray, most: np.ndarray, late: float, after: float) -> t
     than that of all work. Units in a row with equal `most` are decided together.
     """
     stays = np.ones(len(work), bool)
-    begins = np.flatnonzero(np.concatenate(([True], most[1:] != most[:-1])))
+    begins = np.flatnonzero(run_starts(most))
     sums = np.concatenate(([0.0], np.cumsum(work)))
     end, longest = len(work), float(most.max(initial=0.0))
     for begin in begins[::-1].tolist():

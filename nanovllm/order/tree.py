@@ -60,7 +60,7 @@ def tree_of(token_ids: np.ndarray, offsets: np.ndarray, width: int = WIDTH, most
             break
         rows = order[places]
         hashes = _hashes(windows, offsets, rows, depth)
-        begins = np.flatnonzero(np.concatenate(([True], branches[1:] != branches[:-1])))
+        begins = np.flatnonzero(run_starts(branches))
         parts = np.maximum.reduceat(hashes, begins) != np.minimum.reduceat(hashes, begins)
         if parts.all():
             order[places], branches = _parted(rows, places, branches, hashes)
@@ -71,6 +71,13 @@ def tree_of(token_ids: np.ndarray, offsets: np.ndarray, width: int = WIDTH, most
             )
         labels.note(places, branches, depth + width)
     return labels.tree(order)
+
+
+def run_starts(values: np.ndarray) -> np.ndarray:
+    """Where a run of equal values begins, bool of the same size."""
+    begins = np.ones(len(values), bool)
+    np.not_equal(values[1:], values[:-1], out=begins[1:])
+    return begins
 
 
 class _Labels:
@@ -88,7 +95,7 @@ class _Labels:
         each. depth: the tokens that each begins with."""
         if not self._are_wanted:
             return
-        begins = np.flatnonzero(np.concatenate(([True], branches[1:] != branches[:-1])))
+        begins = np.flatnonzero(run_starts(branches))
         sizes = np.diff(begins, append=len(places))
         some = np.repeat((sizes > 1) & (sizes <= self._most), sizes)
         some[some] = self._units[places[some]] == places[some]  # in none yet
@@ -124,7 +131,7 @@ def _parted(
     hashes += branches.astype(np.uint64) * _FACTORS[-1]
     sorting = np.argsort(hashes)
     hashes[:] = hashes[sorting]
-    begins = np.flatnonzero(np.concatenate(([True], hashes[1:] != hashes[:-1]))).astype(np.int32)
+    begins = np.flatnonzero(run_starts(hashes)).astype(np.int32)
     firsts = np.minimum.reduceat(sorting, begins).astype(np.int32)  # of each new branch
     sizes = np.diff(begins, append=np.int32(len(rows)))
     first = np.empty(len(rows), np.int32)  # of the branch of each row

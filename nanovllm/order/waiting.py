@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.order.ends import end_together
-from nanovllm.order.tree import tree_of_list
+from nanovllm.order.tree import run_starts, tree_of_list
 
 _LEAST_UNIT = 16  # prompts; a smaller branch is a unit, however few slots there are
 _SAMPLES = 16  # answers that say enough of a family
@@ -160,8 +160,8 @@ class Waiting:
                     turns[unknown] = _ranks(families[unknown]) // _TURN
                 walk = _longest_first(longest, units, families, turns, learned)
                 places, lengths, longest, units = places[walk], lengths[walk], longest[walk], units[walk]
-            begins = np.concatenate(([True], units[1:] != units[:-1]))[: len(units)]
-            places = places[end_together(lengths, longest, np.cumsum(begins) - 1, self._slots.seqs)]
+            units = np.cumsum(run_starts(units)) - 1
+            places = places[end_together(lengths, longest, units, self._slots.seqs)]
         self._queue, self._next = places.astype(np.int32), 0
 
     def _all_fit(self, tokens: np.ndarray, copies: np.ndarray) -> bool:
@@ -219,8 +219,7 @@ def _firsts(families: np.ndarray) -> np.ndarray:
 def _ranks(families: np.ndarray) -> np.ndarray:
     """The number of each row within its family."""
     walk = np.argsort(families, kind="stable")
-    ordered = families[walk]
-    begins = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))[: len(walk)])
+    begins = np.flatnonzero(run_starts(families[walk]))
     ranks = np.empty(len(walk), np.int64)
     ranks[walk] = np.arange(len(walk)) - np.repeat(begins, np.diff(begins, append=len(walk)))
     return ranks
