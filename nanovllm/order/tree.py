@@ -16,11 +16,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 WIDTH = 32  # tokens that are compared at once: prompts become neighbours if they share so many
 TEXT_WIDTH = 64  # bytes of a text that are compared at once, about half as many tokens
-_CHUNK = 2**14  # prompts whose tokens are copied at once
+_CHUNK = 2**14  # prompts whose tokens are copied at once, in windows of WIDTH
+_WORD = 8  # bytes that are multiplied at once
 MOST_TOKENS = 2**25  # of prompts that are ordered at once, which are copied for it: 128 MiB
 # Odd factors: the sum of products modulo 2**64 is a hash (Dietzfelbinger, 1996). Where two are equal by
 # chance, neighbours share nothing, which costs time only.
-_FACTORS = np.random.default_rng(0).integers(0, 2**64, WIDTH // 2 + 1, np.uint64) | np.uint64(1)
+_FACTORS = np.random.default_rng(0).integers(0, 2**64, 2**14 + 1, np.uint64) | np.uint64(1)
+_FINE = 512  # steps of a width, after which it doubles: branches are off by a 512th of what they share
 
 
 class Tree(NamedTuple):
@@ -39,7 +41,7 @@ def tree_order(token_ids: np.ndarray, offsets: np.ndarray, width: int = WIDTH) -
     token_ids: int32, or bytes of texts as uint8; all prompts one after the other. offsets: int64
     [prompts + 1], where each begins, and the end. A branch is where its first prompt is, and within it
     prompts keep their order. So prompts that share nothing stay in place. width: of the windows in which
-    they are compared.
+    they are compared, the first _FINE of them; further on they are wider, up to a _FINE-th of the depth.
     """
     return tree_of(token_ids, offsets, width).order
 
@@ -48,18 +50,18 @@ def tree_of(token_ids: np.ndarray, offsets: np.ndarray, width: int = WIDTH, most
     """As `tree_order`, with branches: units of at most `most` prompts and families of more; None: none."""
     starts, ends = offsets[:-1], offsets[1:]
     longest = int(np.diff(offsets).max(initial=0))
-    windows = sliding_window_view(token_ids, width) if len(token_ids) >= width else token_ids
     order = np.arange(len(starts), dtype=np.int32)
     labels = _Labels(len(starts), len(starts) if most is None else most)
     places = order.copy()  # in the order, of prompts that share their first `depth` tokens with another
     branches = np.zeros(len(starts), np.int32)  # of these: the first place of their branch
-    for depth in range(0, longest - width + 1, width):
+    depth, most_width = 0, (len(_FACTORS) - 1) * _WORD // token_ids.itemsize
+    while depth + width <= longest:
         rows = order[places]
         places, branches = _going_on(ends[rows] - starts[rows] >= depth + width, places, branches)
         if not len(places):
             break
         rows = order[places]
-        hashes = _hashes(windows, offsets, rows, depth)
+        hashes = _hashes(sliding_window_view(token_ids, width), offsets, rows, depth)
         begins = np.flatnonzero(run_starts(branches))
         parts = np.maximum.reduceat(hashes, begins) != np.minimum.reduceat(hashes, begins)
         if parts.all():
@@ -69,7 +71,10 @@ def tree_of(token_ids: np.ndarray, offsets: np.ndarray, width: int = WIDTH, most
             order[places[some]], branches[some] = _parted(
                 rows[some], places[some], branches[some], hashes[some]
             )
-        labels.note(places, branches, depth + width)
+        depth += width
+        labels.note(places, branches, depth)
+        if depth >= _FINE * width and 2 * width <= most_width:
+            width *= 2
     return labels.tree(order)
 
 
@@ -146,9 +151,10 @@ def _parted(
 def _hashes(windows: np.ndarray, offsets: np.ndarray, rows: np.ndarray, depth: int) -> np.ndarray:
     """A hash of the window of each row at `depth`: uint64 [rows]."""
     hashes = np.empty(len(rows), np.uint64)
-    for start in range(0, len(rows), _CHUNK):
-        tokens = windows[offsets[rows[start : start + _CHUNK]] + depth]
-        hashes[start : start + _CHUNK] = np.dot(words := tokens.view(np.uint64), _FACTORS[: words.shape[1]])
+    chunk = max(1, _CHUNK * WIDTH // windows.shape[1])
+    for start in range(0, len(rows), chunk):
+        tokens = windows[offsets[rows[start : start + chunk]] + depth]
+        hashes[start : start + chunk] = np.dot(words := tokens.view(np.uint64), _FACTORS[: words.shape[1]])
     return hashes
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import tracemalloc
 from array import array
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.lib.stride_tricks import sliding_window_view
 
 from nanovllm.order import tree
 from nanovllm.order.tree import TEXT_WIDTH, WIDTH, tree_of_list, tree_order
@@ -72,6 +74,21 @@ def test_memory(shared: int) -> None:
     expected = np.arange(count) if not shared else np.concatenate([np.arange(n, count, 3) for n in range(3)])
     assert order.tolist() == expected.tolist()
     assert most <= 60 * count + 6 * 2**20
+
+
+def test_a_long_beginning_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that share megabytes, and part in pairs far in: a step further on compares more of them."""
+    looks = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return sliding_window_view(*args)
+
+    monkeypatch.setattr(tree, "sliding_window_view", counted)
+    texts = [b"word " * 600_000 + bytes([65 + row % 2]) * 20_000 for row in range(6)]
+    assert tree_of_list(texts).order.tolist() == [0, 2, 4, 1, 3, 5]
+    assert looks <= 512 + 256 * 7, "in steps of the same width they are 46,875"
 
 
 def test_many_tokens_are_ordered_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
