@@ -136,7 +136,7 @@ CALIBRATIONS = {"fp8": "formats.fp8.cache:calibrate"}
 STATES = {
     "groups": "states.policy:groups",  # the `KVGroup`s
     "columns": "states.columns:state_columns",  # of a step: `StateColumns`
-    "most_seqs": "states.spec:most_seqs",  # how many sequences may run at once
+    "opened": "states.spec:opened",  # how many sequences may run at once, and the dtype of their states
 }
 # What finds the prefixes that rows of a decode step share, as `PrefixFinder` of `runner/batch_runner.py`.
 SHARED_PREFIXES = {"finder": "shared_prefixes.finder:make_finder"}

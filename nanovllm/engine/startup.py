@@ -91,7 +91,7 @@ def open_model(config: Config) -> OpenedModel:
             f"return_routed_experts=True needs a mixture of experts, and {model_config.architecture} is none"
         )
     if any(spec.state is not None for spec in model_config.attention):
-        config = replace(config, max_num_seqs=find(STATES["most_seqs"])(config, model_config, device))
+        config, model_config = find(STATES["opened"])(config, model_config, device)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     model_config = model_config.rotated_up_to(max_model_len)
     processor = make_processor(config, path, model_config)

@@ -36,9 +36,7 @@ class StepStats:
 
     kind: StepKind
     num_seqs: int
-    num_new_tokens: (
-        int  # whose K/V it computed: prompts in prefill; in decode one of each sequence, and drafts
-    )
+    num_new_tokens: int  # whose K/V it computed: of prompts; in decode one of each sequence, and drafts
     num_attention_pairs: int  # pairs of a new token and a token that it attends to
     seconds: float  # since the end of the previous step; for the first step, since its request arrived
     num_drawn_tokens: int  # without those of surplus rows

@@ -15,14 +15,7 @@ import torch
 
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.stream import Group
-from nanovllm.layers.weights import (
-    LinearLayer,
-    Part,
-    VocabLayer,
-    even_rows,
-    packed_rows,
-    rows_of_heads,
-)
+from nanovllm.layers.weights import LinearLayer, Part, VocabLayer, even_rows, packed_rows, rows_of_heads
 from nanovllm.quantization.base import Gated, Normed, Product
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import WeightOptions, WeightShard

@@ -23,14 +23,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.runner.inputs import BatchInputs, PendingOutput, Staging, prepare_decode, prepare_prefill
 from nanovllm.runner.memory import CacheLayout
-from nanovllm.runner.protocols import (
-    GraphOutput,
-    Graphs,
-    Prefills,
-    PrefixFinder,
-    RecordedSteps,
-    SharedRows,
-)
+from nanovllm.runner.protocols import GraphOutput, Graphs, Prefills, PrefixFinder, RecordedSteps, SharedRows
 
 _EXTRAS: Table[Any] = Table(EXTRAS)
 _CHUNK_BYTES = 2**28  # of float32 logits that are computed at once

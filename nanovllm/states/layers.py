@@ -80,6 +80,7 @@ class GatedDeltaNet(WeightLayer):
         k_heads = split_evenly("linear_num_key_heads", spec.k_heads, tp.size)
         self.heads = DeltaHeads(k_heads, own, spec.k_dim, spec.v_dim)
         self._kernel, self._packed = spec.kernel, [packed]  # in a list, so that layers share it
+        self._state_dtype = spec.dtype
         sizes = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values}
         gates = {"in_proj_b": spec.v_heads, "in_proj_a": spec.v_heads}
         # Two products: files that quantise the first leave the gates' weights as they are.
@@ -100,7 +101,7 @@ class GatedDeltaNet(WeightLayer):
     def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Of a row of each pool: the last inputs of the convolution, and the state."""
         inputs = (self._kernel - 1, self.heads.channels), self.options.dtype
-        return [inputs, (self.heads.state, torch.float32)]
+        return [inputs, (self.heads.state, self._state_dtype)]
 
     def state_bytes(self, num_seqs: int) -> int:
         """The memory of the states for so many running sequences."""

@@ -5,7 +5,10 @@ lets run at once.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
 
 from nanovllm.config import Config
 from nanovllm.device import Device
@@ -19,6 +22,12 @@ FEWEST_KEPT, MOST_KEPT = 16, 64  # rows for prefixes
 _SEQS_FOR_KEPT = 4  # between the two there is one for so many running sequences
 _SHARE = 4  # states take at most a quarter of the memory
 _CPU_BYTES = 2 * 2**30  # and on a CPU at most this
+# The dtype of states by `mamba_ssm_cache_dtype`. "auto" is what transformers computes, whatever a file says.
+_DTYPES: Mapping[str, torch.dtype] = {
+    "auto": torch.float32,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class StateSpec:
     k_dim: int
     v_dim: int
     kernel: int
+    dtype: torch.dtype = torch.float32  # of the states that are kept between steps
 
     def __post_init__(self) -> None:
         ratio, rest = divmod(self.v_heads, self.k_heads)
@@ -62,8 +72,9 @@ class StateSpec:
         return hidden_size * (2 * self.keys + 3 * self.values + 2 * self.v_heads)
 
     def row_bytes(self, itemsize: int) -> int:
-        """Bytes of a sequence's state in a layer: float32, and the convolution's inputs of `itemsize`."""
-        return 4 * self.values * self.k_dim + itemsize * (self.kernel - 1) * (2 * self.keys + self.values)
+        """Bytes of a sequence's state in a layer: its own, and the convolution's inputs of `itemsize`."""
+        inputs = (self.kernel - 1) * (2 * self.keys + self.values)
+        return self.dtype.itemsize * self.values * self.k_dim + itemsize * inputs
 
 
 def num_kept(num_seqs: int) -> int:
@@ -84,9 +95,25 @@ def most_sequences(row_bytes: int, memory: int, is_gpu: bool) -> int:
     return max(1, min(rows - FEWEST_KEPT, max(many)))
 
 
+def stored(config: Config, model: ModelConfig) -> ModelConfig:
+    """The model with states of the dtype that `mamba_ssm_cache_dtype` asks for."""
+    dtype = _DTYPES[config.mamba_ssm_cache_dtype]
+    specs = [
+        spec if spec.state is None else replace(spec, state=replace(spec.state, dtype=dtype))
+        for spec in model.attention
+    ]
+    return replace(model, attention=tuple(specs))
+
+
+def opened(config: Config, model: ModelConfig, device: Device) -> tuple[Config, ModelConfig]:
+    """Both as an engine takes them: with `most_seqs`, and as `stored`."""
+    return replace(config, max_num_seqs=most_seqs(config, model, device)), stored(config, model)
+
+
 def _row_bytes(config: Config, model: ModelConfig, device: Device) -> int:
     """Bytes of a sequence's states in all layers, on one rank."""
     item = device.resolve_dtype(config.dtype, model.dtype).itemsize
+    model = stored(config, model)
     states = [spec.state for spec in map(model.spec, range(model.num_layers)) if spec.state is not None]
     return sum(state.row_bytes(item) for state in states) // config.tensor_parallel_size
 
@@ -106,6 +133,11 @@ def most_seqs(config: Config, model: ModelConfig, device: Device) -> int:
         raise ValueError(
             f"max_num_batched_tokens={config.max_num_batched_tokens}: with deterministic=True a model with "
             f"Gated DeltaNet layers computes prompts in steps of {CHUNK} tokens; raise it to {CHUNK} or more"
+        )
+    if config.deterministic and _DTYPES[config.mamba_ssm_cache_dtype] != torch.float32:
+        raise ValueError(
+            f"mamba_ssm_cache_dtype={config.mamba_ssm_cache_dtype!r}: with deterministic=True states are "
+            "kept in float32, because how often one is rounded depends on how its prompt is cut; leave it out"
         )
     row_bytes = _row_bytes(config, model, device)
     asked, most = config.max_num_seqs, most_sequences(row_bytes, device.memory()[1], device.is_cuda)

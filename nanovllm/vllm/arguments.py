@@ -92,7 +92,7 @@ _ENGINE_ANY = """
     prefill_schedule_interval offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step
     offload_params kv_offloading_backend sleep_mode_backend sleep_mode_offload_cudagraph
     enable_nccl_comm_suspend swa_bounded_replay replayssm_buffer_len use_replayssm
-    mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend
+    mamba_config mamba_cache_dtype mamba_block_size mamba_cache_mode mamba_backend
     mamba_ssu_algorithm enable_mamba_shared_prefix_checkpoint enable_mamba_cache_stochastic_rounding
     mamba_cache_philox_rounds language_model_only interleave_mm_strings media_io_kwargs
     mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode

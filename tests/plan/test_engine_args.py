@@ -240,7 +240,7 @@ def test_a_script_adds_its_own_flags() -> None:
     args = parser.parse_args(["--model", "5", "--num_prompts", "3", "--max_tokens=9", "--", "--max_tokens"])
     assert (args.num_prompts, args.max_tokens, args.words) == (3, 9, ["--max_tokens"])
     assert EngineArgs.from_cli_args(args) == EngineArgs(model="5")
-    assert "--tensor-parallel-size" in parser.format_help() and "mamba" not in parser.format_help()
+    assert "--tensor-parallel-size" in parser.format_help() and "mamba-block" not in parser.format_help()
     with pytest.raises(SystemExit):
         parser.parse_args(["--no-such-flag"])
 
