@@ -75,3 +75,20 @@ def test_bfloat16_runs_in_any_batch(tmp_path: Path, family: str) -> None:
         few = [llm.generate(texts[:n], GREEDY, use_tqdm=False) for n in (1, 3)]
         firsts = [each["token_ids"][0] for each in few[1]]
         assert firsts == [each[0] for each in whole[:3]]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_states_in_bfloat16(tmp_path: Path, family: str, option: str) -> None:
+    """Most answers are near those of transformers, and none is that of states in float32: of the largest
+    errors of 24 texts a CPU has a median of 0.02 to 0.03."""
+    folder = write_tiny_model(tmp_path, family, head_dim=32, hidden_size=64)
+    texts = prompts(24)
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256} | OPTIONS[option]
+    options["mamba_ssm_cache_dtype"] = "bfloat16"
+    with LLM(str(folder), gpu_memory_utilization=0.2, **options) as llm:
+        for _ in range(2):
+            outputs = llm.generate(texts, GREEDY, use_tqdm=False)
+            errors = sorted(error_of(folder, *each) for each in zip(texts, outputs, strict=True))
+            print(f"{family}, {option}: {errors[0]:.1e} to {errors[-1]:.1e}")
+            assert errors[0] > ERROR and errors[12] < 0.1

@@ -101,9 +101,9 @@ def test_states_between_pieces(tmp_path: Path, family: str, dtype: str, states: 
     found, count = rounds(folder, prompts, **options)
     assert none == 0 < count
     tokens = [[row[0] for row in each] for each in [*expected, *found]]
-    if dtype == "float32":
+    if dtype == states == "float32":
         assert all(each == tokens[0] for each in tokens)
-    else:  # a near tie; most of the first tokens, which prefill steps draw, are the same
+    else:  # near ties; most of the first tokens, which prefill steps draw, are the same
         same = [sum(a[0] == b[0] for a, b in zip(each, tokens[0], strict=True)) for each in tokens]
         assert min(same) >= 18
 
