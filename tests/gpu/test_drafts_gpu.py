@@ -1,4 +1,4 @@
-"""Drafts on a GPU: with `deterministic=True` tokens and logprobs have the bits of an engine without drafts."""
+"""Drafts on a GPU: with `deterministic=True` tokens and logprobs have the bits of an engine without them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(model: Path, method: dict[str, Any] | None, **options: Any) -> tuple[list[Any], int]:
-    """Tokens and logprobs of greedy, sampled, filtered and penalised rows, and the drafts that were computed."""
+    """Tokens and logprobs of greedy, sampled, filtered and penalised rows, and the number of drafts."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.4, "top_k": 8},
