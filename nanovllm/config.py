@@ -90,6 +90,10 @@ class Config:
     # fmt: off
     tensor_parallel_size: int = option(1, "GPUs (on a CPU: processes) that share a model, from `device` on.",
         "A number that does not divide the attention heads; more GPUs than there are.", least=1)
+    enable_expert_parallel: bool = option(False, "For a mixture of experts: each rank holds [whole "
+        "experts](#whole-experts-by-rank), not a part of the width of every one. It is not measured yet "
+        "which of both is faster.",
+        "`tensor_parallel_size=1`; another model; more ranks than experts.")
     data_parallel_size: int = option(1, "[Replicas of the model](#several-replicas), each on its own "
         "`tensor_parallel_size` devices, from that of `device` on. On a CPU they share the host.",
         "Below 1; more GPUs than there are.", least=1)
@@ -243,6 +247,11 @@ class Config:
             raise ValueError(
                 f"deterministic=True needs tensor_parallel_size=1, not {self.tensor_parallel_size}: "
                 "how the GPUs' parts are summed depends on the size of the step"
+            )
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "enable_expert_parallel=True distributes experts over the ranks of a model, and "
+                "tensor_parallel_size is 1; raise it, or leave enable_expert_parallel out"
             )
         if self.return_routed_experts and self.enable_prefix_caching:
             raise ValueError(

@@ -108,6 +108,7 @@ CHECKPOINTS = {
     "gguf": "formats.gguf.checkpoint:GGUFCheckpoint",
     "safetensors": "formats.safetensors.checkpoint:SafetensorsCheckpoint",
 }
+MIXTURES = "moe.options:with_options"  # a model's config with what options say of its experts
 # What fills weights by the option `load_format`; "auto" reads a checkpoint.
 LOAD_FORMATS = {"dummy": "formats.dummy:init_dummy_weights"}
 # What makes a `QuantConfig` of config.json's quantization_config, by its `quant_method`.

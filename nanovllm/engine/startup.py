@@ -16,7 +16,7 @@ from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.device_facts import CPU_KV_CACHE_BYTES
-from nanovllm.doors import EXTRAS, STATES, TEXT, Table, cpu_door, find
+from nanovllm.doors import EXTRAS, MIXTURES, STATES, TEXT, Table, cpu_door, find
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import (
@@ -83,13 +83,6 @@ def open_model(config: Config) -> OpenedModel:
         logger.warning("%s", note)
     defaults = overridden(generation, option, changes)
     model_config.check_tensor_parallel_size(config.tensor_parallel_size)
-    if model_config.moe is not None and device.is_cuda:
-        dtype = device.resolve_dtype(config.dtype, model_config.dtype)
-        model_config.moe.check_gpu(model_config.hidden_size, dtype)
-    if config.return_routed_experts and model_config.moe is None:
-        raise ValueError(
-            f"return_routed_experts=True needs a mixture of experts, and {model_config.architecture} is none"
-        )
     if any(spec.state is not None for spec in model_config.attention):
         config, model_config = find(STATES["opened"])(config, model_config, device)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
@@ -106,6 +99,8 @@ def read_model_config(config: Config, path: Path, generation: dict[str, Any], de
     model = load_model_config(path, generation, config.hf_overrides, config.quantization)
     if config.load_format == "auto" and open_checkpoint(path).files()[1]:
         model = find_head(model, path)
+    if model.moe is not None or config.enable_expert_parallel or config.return_routed_experts:
+        model = find(MIXTURES)(config, model, device)
     return replace(model, quant=model.quant.on(device.capability))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.layers.weights import finish_loading, weight_slots
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.moe.elsewhere import ElsewhereShard
 
 
 def init_dummy_weights(
@@ -22,8 +23,8 @@ def init_dummy_weights(
     """
     for name, (layer, shard) in weight_slots(model).items():
         check()
-        if shard.scale:
-            continue  # its weight, drawn in floats, is quantised
+        if shard.scale or isinstance(shard, ElsewhereShard):
+            continue  # its weight, drawn in floats, is quantised; or another rank has it
         dtype = layer.options.dtype if layer.options.dtype in shard.dtypes else torch.float32
         if not any(each.is_floating_point for each in shard.dtypes):
             dtype = shard.dtypes[0]

@@ -33,6 +33,8 @@ from nanovllm.layers.stream import Group
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import Checkpoint, Hub, open_checkpoint, resolve_model_path
 from nanovllm.models.weights import check_weights, weight_bytes
+from nanovllm.moe.layers import MoESpec
+from nanovllm.moe.options import placed
 from nanovllm.runner.memory import check_weights_fit
 from nanovllm.states.spec import pool_bytes
 
@@ -97,6 +99,8 @@ def _model(config: Config, device: Device) -> Iterator[str]:
     yield f"dtype: {str(dtype).removeprefix('torch.')} (the checkpoint's is {model.dtype})"
     if config.quantization or model.quant.notes:
         yield f"quantised weights: {'; '.join(model.quant.notes) or config.quantization}"
+    if isinstance(model.moe, MoESpec) and size > 1:
+        yield placed(model.moe, size)
     pooling = read_embedding_defaults(path, model).pooling
     if not model.has_head:
         yield f"no LM head: it makes embeddings alone, by default of {pooling} hidden states"

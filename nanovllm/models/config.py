@@ -42,10 +42,6 @@ class Mixture(ABC):
         """The kinds of the first `num_layers` layers: a spec of which every layer is one, and how many."""
 
     @abstractmethod
-    def check_gpu(self, hidden_size: int, dtype: torch.dtype) -> None:
-        """ValueError if the kernels of a GPU cannot read the rows of the weights."""
-
-    @abstractmethod
     def record(self, layers: Sequence[nn.Module], max_tokens: int, device: torch.device) -> torch.Tensor:
         """Let each step write the experts of its tokens to the first rows of the result, [max_tokens, layers,
         top_k] int16; a layer without experts writes nothing."""
@@ -181,7 +177,6 @@ class ModelConfig:
 
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raise ValueError, with the possible sizes, if the model cannot be split over `size` ranks."""
-
         widths = [self.intermediate_size] if self.moe is None else self.moe.widths(self.intermediate_size)
 
         def fits(ranks: int) -> bool:
@@ -193,10 +188,10 @@ class ModelConfig:
             sizes = ", ".join(
                 str(ranks) for ranks in range(1, min(self.num_heads, _MAX_RANKS) + 1) if fits(ranks)
             )
+            wide = f" and intermediate size {' and '.join(map(str, dict.fromkeys(widths)))}" if widths else ""
             raise ValueError(
                 f"tensor_parallel_size={size} does not divide this model's {self.num_heads} query heads, "
-                f"{self.num_kv_heads} KV heads (or is not a multiple of them) and intermediate size "
-                f"{' and '.join(map(str, dict.fromkeys(widths)))}; sizes that do: {sizes}"
+                f"{self.num_kv_heads} KV heads (or is not a multiple of them){wide}; sizes that do: {sizes}"
             )
 
 

@@ -1,6 +1,7 @@
 """MoE: a mixture of experts in place of an MLP. Owns the router; its experts' weights belong to their method.
 
-Each rank holds a part of the width of every expert, so the ranks route alike and sum as after an MLP.
+Each rank holds a part of the width of every expert, or some experts whole; all route alike, and sum as after
+an MLP.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from torch import nn
 from nanovllm.formats.config_json.reading import MAX_ELEMENTS
 from nanovllm.kernels.activation import Activation
 from nanovllm.layers.stream import Group, Step
-from nanovllm.layers.weights import WeightLayer, named, split_evenly
+from nanovllm.layers.weights import Part, WeightLayer, named, split_evenly
 from nanovllm.models.config import Mixture
+from nanovllm.moe.elsewhere import elsewhere
 from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ROW_BYTES, ExpertsMethod, ExpertWeights
+from nanovllm.moe.placement import ExpertPlacement
 from nanovllm.moe.replicated import ReplicatedLinear
 from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig
@@ -48,6 +51,7 @@ class MoESpec(Mixture):
     shared: str = "shared_expert"
     shared_gate: bool = True  # whether a gate weighs the shared expert
     factor: float = 1.0  # of the sum of a row's experts
+    by_rank: bool = False  # ranks hold whole experts, not parts of the width of all
 
     def __post_init__(self) -> None:
         if self.num_experts > _MAX_EXPERTS:
@@ -67,6 +71,7 @@ class MoESpec(Mixture):
             )
 
     def check_gpu(self, hidden_size: int, dtype: torch.dtype) -> None:
+        """ValueError if the kernels of a GPU cannot read the rows of the weights."""
         multiple = ROW_BYTES // dtype.itemsize
         if hidden_size % multiple:
             also = " or dtype='float32'" if hidden_size % (ROW_BYTES // 4) == 0 else ""
@@ -90,7 +95,14 @@ class MoESpec(Mixture):
 
     def widths(self, dense_width: int) -> list[int]:
         dense = [dense_width] if self.dense or self.step > 1 else []
-        return [self.width, *dense, *([] if self.shared_width is None else [self.shared_width])]
+        routed = [] if self.by_rank else [self.width]
+        return [*routed, *dense, *([] if self.shared_width is None else [self.shared_width])]
+
+    def placed(self, tp: Group) -> ExpertPlacement:
+        """The experts that a rank holds, or of which it holds a part."""
+        if self.by_rank:
+            return ExpertPlacement.of_rank(self.num_experts, tp.rank, tp.size)
+        return ExpertPlacement.all(self.num_experts)
 
     def record(self, layers: Sequence[nn.Module], max_tokens: int, device: torch.device) -> torch.Tensor:
         record = torch.zeros((max_tokens, len(layers), self.top_k), dtype=torch.int16, device=device)
@@ -158,67 +170,87 @@ class ExpertNames(FileNames):
 
 
 class _Biases(WeightLayer):
-    """The biases of one product of all experts, `bias` [E, N]."""
+    """The biases of one product of a rank's experts, `bias` [E, N]."""
 
     bias: torch.Tensor
 
-    def __init__(self, num_experts: int, rows: dict[str, tuple[int, int, int]]) -> None:
+    def __init__(self, placement: ExpertPlacement, rows: dict[str, Part]) -> None:
         """rows: by projection its length, and the start and length of this rank's part."""
         super().__init__()
-        shards, offset = [], 0
+        shards: list[WeightShard] = []
+        self._others: list[WeightShard] = []
+        offset = 0
         for projection, (total, start, length) in rows.items():
-            shards += [
-                WeightShard("bias", f"{index}.{projection}", (total,), 0, start, length, offset, index=index)
-                for index in range(num_experts)
-            ]
+            for experts, found in ((placement.own, shards), (placement.others, self._others)):
+                found += [
+                    WeightShard(
+                        "bias", f"{expert}.{projection}", (total,), 0, start, length, offset, index=index
+                    )
+                    for index, expert in enumerate(experts)
+                ]
             offset += length
-        self.declare((num_experts, offset), shards)
+        self.declare((placement.count, offset), shards)
+
+    def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
+        super().allocate(path, options, quant)
+        self.shards |= elsewhere(self._others)
 
 
 class Experts(WeightLayer):
-    """The experts of a layer: gated MLPs."""
+    """The experts of a layer: gated MLPs. A rank has a part of each, or its own ones whole."""
 
     experts_method: ExpertsMethod
 
     def __init__(self, hidden_size: int, spec: MoESpec, tp: Group) -> None:
         super().__init__()
-        width = split_evenly("expert width", spec.width, tp.size)
-        gate, up, down = spec.projections
-
-        def shards(projection: str, shape: tuple[int, int], dim: int, offset: int = 0) -> list[WeightShard]:
-            module, start = "experts.{}." + projection, tp.rank * width
-            return [
-                WeightShard("weight", module.format(index), shape, dim, start, width, offset, index=index)
-                for index in range(spec.num_experts)
-            ]
-
-        rows, columns = (spec.width, hidden_size), (hidden_size, spec.width)
-        self._weights = (
-            ExpertWeights(
-                (spec.num_experts, 2 * width, hidden_size), shards(gate, rows, 0) + shards(up, rows, 0, width)
-            ),
-            ExpertWeights((spec.num_experts, hidden_size, width), shards(down, columns, 1)),
-        )
+        self._placement = placement = spec.placed(tp)
+        width = spec.width if spec.by_rank else split_evenly("expert width", spec.width, tp.size)
+        self._part: Part = spec.width, 0 if spec.by_rank else tp.rank * width, width  # of an expert here
+        self._hidden_size, self._projections = hidden_size, spec.projections
         self.gate_up_bias: _Biases | None = None
         self.down_bias: _Biases | None = None
         self._activation = spec.activation
-        self._adds_bias = tp.rank == 0  # to the ranks' sum: that of down once
+        # The bias of down is added once to the ranks' sum: by the rank that has the expert, or by rank 0.
+        self._adds_bias = spec.by_rank or tp.rank == 0
         if spec.bias:
-            own = width * tp.rank, width
-            self.gate_up_bias = _Biases(spec.num_experts, {gate: (spec.width, *own), up: (spec.width, *own)})
-            self.down_bias = _Biases(spec.num_experts, {down: (hidden_size, 0, hidden_size)})
+            gate, up, down = spec.projections
+            self.gate_up_bias = _Biases(placement, dict.fromkeys((gate, up), self._part))
+            self.down_bias = _Biases(placement, {down: (hidden_size, 0, hidden_size)})
+
+    def _weights(self, experts: Sequence[int]) -> tuple[ExpertWeights, ExpertWeights]:
+        """Both weights of these experts of the model, which are numbered from 0 on."""
+        (whole, start, width), hidden_size, count = self._part, self._hidden_size, len(experts)
+        gate, up, down = self._projections
+
+        def shards(projection: str, shape: tuple[int, int], dim: int, offset: int = 0) -> list[WeightShard]:
+            modules = [f"experts.{expert}.{projection}" for expert in experts]
+            return [
+                WeightShard("weight", module, shape, dim, start, width, offset, index=index)
+                for index, module in enumerate(modules)
+            ]
+
+        rows = shards(gate, (whole, hidden_size), 0) + shards(up, (whole, hidden_size), 0, width)
+        columns = shards(down, (hidden_size, whole), 1)
+        return (
+            ExpertWeights((count, 2 * width, hidden_size), rows),
+            ExpertWeights((count, hidden_size, width), columns),
+        )
 
     def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
         super().allocate(path, options, quant)
-        method = quant.experts(path) or UnquantizedExpertsMethod()
-        assert isinstance(method, ExpertsMethod)
+        method, placement = _method_of(quant, path), self._placement
         self.experts_method = method
         with named(path):
-            created = method.create(self, *self._weights, options)
+            created = method.create(self, *self._weights(placement.own), options)
         self.shards |= dict.fromkeys(created, method)
+        if not placement.is_all:  # their names, from a method without memory
+            nowhere = replace(options, device=torch.device("meta"))
+            others = _method_of(quant, path).create(nn.Module(), *self._weights(placement.others), nowhere)
+            self.shards |= elsewhere(others)
 
     def forward(self, x: Normed, routing: Routing) -> torch.Tensor:
-        """See `ExpertsMethod.apply`."""
+        """See `ExpertsMethod.apply`; of the experts of other ranks nothing is computed."""
+        routing = routing.held(self._placement)
         first, second = self.gate_up_bias, self.down_bias
         mlp = ExpertMLP(
             self._activation,
@@ -226,6 +258,12 @@ class Experts(WeightLayer):
             None if second is None or not self._adds_bias else second.bias,
         )
         return self.experts_method.apply(x, routing, mlp)
+
+
+def _method_of(quant: QuantConfig, path: str) -> ExpertsMethod:
+    method = quant.experts(path) or UnquantizedExpertsMethod()
+    assert isinstance(method, ExpertsMethod)
+    return method
 
 
 class MoE(nn.Module):

@@ -104,7 +104,6 @@ _ENGINE_ANY = """
     cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details
     jit_monitor_mode jit_monitor_verbose logging_config log_level log_config_file shutdown_timeout
     watchdog_config fault_tolerance_config fail_on_environ_validation enable_trace_replay
-    enable_expert_parallel
 """
 _ENGINE_NONE = """
     model_loader_extra_config pooler_config override_pooler_config worker_extension_cls scheduler_cls
