@@ -24,6 +24,7 @@ from nanovllm.moe.kernels.grouped_matmul import (
 from nanovllm.moe.kernels.reference import experts_reference
 from nanovllm.moe.kernels.routing import route_reference, route_triton
 from nanovllm.moe.kernels.tiles import Chosen, ExpertTiles, max_tiles
+from nanovllm.moe.placement import ExpertPlacement
 
 SWAPPED = ExpertChoice(16, ExpertTile(64, 64, 2, swap=True), ExpertTile(64, 32, 3, swap=True))
 WIDE = ExpertChoice(64, ExpertTile(32, 32, 2, 8), ExpertTile(64, 64, 2, 8))
@@ -44,8 +45,16 @@ def slots_of(rows: int, device: str, padding: int = 2) -> torch.Tensor:
     return slots.to(device)
 
 
-def check_routing(rows: int, sizes: Sizes, dtype: torch.dtype, device: str, tile_rows: int) -> None:
-    """Experts, weights, places and tiles; some rows have equal logits, one NaN."""
+def check_routing(
+    rows: int,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str,
+    tile_rows: int,
+    placement: ExpertPlacement | None = None,
+) -> None:
+    """Experts, weights, places and tiles; some rows have equal logits, one NaN. placement: of one rank."""
+    place = placement or ExpertPlacement.all(sizes.experts)
     logits = randn(rows, sizes.experts, dtype=dtype, device=device)
     logits[rows // 2 :] = logits[rows // 2 :].round()
     slots = slots_of(rows, device)
@@ -54,26 +63,29 @@ def check_routing(rows: int, sizes: Sizes, dtype: torch.dtype, device: str, tile
         logits[5, 1] = torch.nan
         logits[6, :2] = -torch.inf
     for normalised in (True, False):
-        arguments = logits, sizes.top_k, normalised, slots, tile_rows
+        arguments = logits, sizes.top_k, normalised, slots, tile_rows, None, placement
         (chosen, tiles), (twin, twin_tiles) = route_triton(*arguments), route_reference(*arguments)
         assert tiles is not None
         assert twin_tiles is not None
         assert torch.equal(chosen.ids, twin.ids)
         torch.testing.assert_close(chosen.weights, twin.weights, equal_nan=True)
-        check_tiles(tiles, sizes.experts)
+        check_tiles(tiles, place.count)
         live = int((chosen.ids >= 0).sum())
         assert torch.equal(tiles.order[:live], twin_tiles.order[:live])
         for name in ("experts", "starts", "ends", "number"):
             assert torch.equal(getattr(tiles, name), getattr(twin_tiles, name)), name
-        again, none = route_triton(logits, sizes.top_k, normalised, slots)
+        again, none = route_triton(logits, sizes.top_k, normalised, slots, placement=placement)
         assert none is None
         assert torch.equal(again.ids, chosen.ids)
     exact = logits.double().softmax(-1)
     for row in range(min(rows, 5)):
         if slots[row] >= 0:
             order = sorted(range(sizes.experts), key=lambda e: (-float(logits[row, e]), e))
-            assert chosen.ids[row].tolist() == order[: sizes.top_k]
-            torch.testing.assert_close(chosen.weights[row].double(), exact[row, order[: sizes.top_k]])
+            best = [expert if expert in place.own else None for expert in order[: sizes.top_k]]
+            numbers = [-1 if expert is None else expert - place.first for expert in best]
+            shares = [0.0 if expert is None else float(exact[row, expert]) for expert in best]
+            assert chosen.ids[row].tolist() == numbers
+            torch.testing.assert_close(chosen.weights[row].cpu(), torch.tensor(shares))
 
 
 def check_tiles(tiles: ExpertTiles, num_experts: int) -> None:
@@ -170,6 +182,35 @@ def check_experts(
         for each, gather in ((x, True), (copied, False))
     )
     assert torch.equal(*both)
+
+
+def check_parts(
+    rows: int, sizes: Sizes, ranks: int, dtype: torch.dtype, device: str, choice: ExpertChoice
+) -> None:
+    """The parts of ranks with whole experts sum to the result of all experts, and each is that of its own."""
+    x, gate_up, down, logits = make_experts(rows, sizes, dtype, device)
+    mlp, totals = make_mlp(sizes, dtype, device), []
+    whole, _ = route_triton(logits, sizes.top_k, True)
+    for rank in range(ranks):
+        place = ExpertPlacement.of_rank(sizes.experts, rank, ranks)
+        own = slice(place.first, place.own.stop)
+        chosen, tiles = route_triton(logits, sizes.top_k, True, None, choice.rows, placement=place)
+        assert tiles is not None
+        part = (
+            mlp
+            if mlp.down_bias is None
+            else mlp._replace(
+                gate_up_bias=mlp.gate_up_bias[own].contiguous(), down_bias=mlp.down_bias[own].contiguous()
+            )
+        )
+        mine = gate_up[own].contiguous(), down[own].contiguous()
+        expected = exact_experts(x, *mine, chosen, part)
+        totals.append(expected)
+        assert_near(experts_triton(x, *mine, tiles, choice, part), expected)
+        assert_near(experts_reference(x, *mine, chosen, part), expected)
+        if rows <= 2:
+            assert_near(expert_gemv_triton(x, *mine, chosen, part, GemvChoice(256, 256)), expected)
+    torch.testing.assert_close(sum(totals), exact_experts(x, gate_up, down, whole, mlp))
 
 
 def check_rows_are_independent(
