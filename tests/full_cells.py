@@ -191,6 +191,15 @@ STAY: dict[str, dict[str, list[str]]] = {  # by file below tests/ and name
     "cpu/models/test_moe.py": {
         "test_the_state_dict_of_transformers_updates": ["qwen3_moe-1", "qwen2_moe-1", "mixtral-1"],
     },
+    "cpu/models/test_whole_experts.py": {
+        "test_families": ["qwen2_moe-4", "gpt_oss-4", "glm4_moe-2", "gemma4-experts-2", "qwen3_next-2"],
+        "test_formats": ["fp8 block-2", "awq-4", "modelopt-2", "int8-4", "gguf Q8_0-2"],
+        "test_formats_on_the_fly": ["int8"],
+        "test_sizes_that_no_rank_can_split": ["floats", "awq"],
+    },
+    "cpu/models/test_whole_experts_load.py": {
+        "test_a_rank_reads_its_own_experts_alone": ["awq"],
+    },
     "cpu/models/test_writers.py": {
         "test_fp8_files_are_read_again": ["laguna", "gemma4-small", "qwen2_moe", "minimax_m2"],
     },

@@ -21,10 +21,10 @@ from nanovllm.moe.kernels.grouped_matmul import (
     experts_triton,
     grouped_triton,
 )
+from nanovllm.moe.kernels.placement import ExpertPlacement
 from nanovllm.moe.kernels.reference import experts_reference
 from nanovllm.moe.kernels.routing import route_reference, route_triton
 from nanovllm.moe.kernels.tiles import Chosen, ExpertTiles, max_tiles
-from nanovllm.moe.placement import ExpertPlacement
 
 SWAPPED = ExpertChoice(16, ExpertTile(64, 64, 2, swap=True), ExpertTile(64, 32, 3, swap=True))
 WIDE = ExpertChoice(64, ExpertTile(32, 32, 2, 8), ExpertTile(64, 64, 2, 8))

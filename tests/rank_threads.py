@@ -83,3 +83,8 @@ def on_ranks(size: int, load: Callable[[Group], DecoderForCausalLM], prompt: lis
     models = [load(RankInThread(rank, meeting)) for rank in range(size)]
     parts = in_threads(size, lambda rank: forward(models[rank], prompt))
     return torch.cat(parts, 1)[:, : models[0].config.vocab_size]
+
+
+def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Float32, summed in another order."""
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)

@@ -20,10 +20,10 @@ from nanovllm.layers.weights import Part, WeightLayer, named, split_evenly
 from nanovllm.models.config import Mixture
 from nanovllm.moe.elsewhere import elsewhere
 from nanovllm.moe.experts import UnquantizedExpertsMethod
+from nanovllm.moe.kernels.placement import ExpertPlacement
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ROW_BYTES, ExpertsMethod, ExpertWeights
-from nanovllm.moe.placement import ExpertPlacement
 from nanovllm.moe.replicated import ReplicatedLinear
 from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig

@@ -11,8 +11,8 @@ from dataclasses import replace
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.models.config import ModelConfig
+from nanovllm.moe.kernels.placement import ExpertPlacement
 from nanovllm.moe.layers import MoESpec
-from nanovllm.moe.placement import ExpertPlacement
 
 logger = logging.getLogger("nanovllm")
 _OPTIONS = ("return_routed_experts", "enable_expert_parallel")

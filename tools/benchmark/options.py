@@ -12,7 +12,7 @@ from tools.benchmark.shapes import GEMMA3, GPT_OSS, MORE, QWEN3, QWEN3_5
 from tools.benchmark.workloads import SHARED, SYNTHETIC
 
 PASSED_ON = ("max_model_len", "kv_cache_dtype", "tensor_parallel_size", "data_parallel_size")
-PASSED_ON += ("deterministic", "tokenizer", "quantization")
+PASSED_ON += ("deterministic", "tokenizer", "quantization", "enable_expert_parallel")
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -63,6 +63,12 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--quantization", help="of weights as they are loaded: fp8, or int8 or int4 on a CPU")
     parser.add_argument("--tensor-parallel-size", type=int, metavar="N")
     parser.add_argument("--data-parallel-size", type=int, metavar="N")
+    parser.add_argument(
+        "--enable-expert-parallel",
+        action="store_true",
+        default=None,
+        help="each rank holds whole experts; needs --tensor-parallel-size",
+    )
     parser.add_argument(
         "--round-robin",
         action="store_true",

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels.compat import await_inputs, by_device, jit, next_power_of_2, pdl_options, tl
+from nanovllm.moe.kernels.placement import ExpertPlacement
 from nanovllm.moe.kernels.tiles import Chosen, ExpertTiles, empty_tiles, group_triton, tiles_reference
-from nanovllm.moe.placement import ExpertPlacement
 
 _LOWEST = -3.0e38  # NaN and -inf count as this logit, so that every row gets top_k different experts
 _FEW, _MANY = 8, 64  # rows of a program, for up to 1,024 rows and for more
