@@ -3,10 +3,10 @@
     python -m tools.bench expert-ranks                        # the 30B-A3B shape on 2 and 4 GPUs
     python -m tools.bench expert-ranks --ranks 2 --shape gpt-oss-20b
     python -m tools.bench expert-ranks --num-seqs 16 64 256 1024
-    python -m tools.bench expert-ranks --cpu MODEL --ranks 2  # with a model folder, as a test
 
-Each figure comes from a separate run of bench.py. For each number of ranks and sequences one line says the output
-tokens/s of both, and the ratio. Weights are random, so experts are about equally likely; a real model's are less so.
+Each figure comes from a separate run of bench.py. For each number of ranks and sequences one line says the
+output tokens/s of both, and the ratio. Weights are random: a real model's experts may be less equally
+likely.
 """
 
 from __future__ import annotations
@@ -21,13 +21,8 @@ BY_RANK = "--enable-expert-parallel"
 
 def runs(args: argparse.Namespace, ranks: int, num_seqs: int) -> tuple[list[str], list[str]]:
     """The options of bench.py for both ways, by width first."""
-    model = (
-        ["--device", "cpu", "--workload", "demo", "--model", args.cpu]
-        if args.cpu
-        else ["--shape", args.shape]
-    )
-    common = [*model, "--tensor-parallel-size", str(ranks), "--num-seqs", str(num_seqs)]
-    common += ["--repeat", str(args.repeat)]
+    common = ["--workload", "headline", "--shape", args.shape, "--tensor-parallel-size", str(ranks)]
+    common += ["--num-seqs", str(num_seqs), "--repeat", str(args.repeat)]
     return common, [*common, BY_RANK]
 
 
@@ -39,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--repeat", type=int, default=2, help="timed runs of each; the result is the median")
-    parser.add_argument("--cpu", metavar="FOLDER", help="a model of experts, on a CPU")
     args = parser.parse_args(argv)
     for ranks in args.ranks:
         for num_seqs in args.num_seqs:

@@ -10,8 +10,9 @@ import random
 import signal
 import threading
 import time
-from itertools import cycle
+from itertools import cycle, takewhile
 from pathlib import Path
+from typing import Any
 
 import inside
 import pytest
@@ -29,9 +30,13 @@ from test_engine_gpu import (
     mixed_prompts,
     write_peaked_model,
 )
+from tiny_models import write_tiny_model
 
 from nanovllm import LLM, EngineClosedError, SamplingParams, WorkerError, demo_model_path
 from nanovllm.parallel.halves import OVERLAP_RANKS
+from tools.write_fp8 import write_fp8
+from tools.write_int4 import write_int4
+from tools.write_mxfp4 import write_mxfp4
 
 pytestmark = pytest.mark.gpu
 
@@ -155,6 +160,63 @@ def test_demo_accuracy(size: int) -> None:
     with LLM(demo_model_path(), tensor_parallel_size=size) as llm:
         outputs = llm.chat(messages, SamplingParams(temperature=0, max_tokens=256), use_tqdm=False)
     assert score(examples, [output["text"] for output in outputs])["overall"] == 1.0
+
+
+@pytest.mark.parametrize("stored", ["floats", "fp8", "awq", "mxfp4"])
+def test_whole_experts_by_rank(tmp_path: Path, prompts: list, size: int, stored: str) -> None:
+    """Logprobs as near those of one rank as by width, in graphs and without: 10 experts, so not as many on each of 4 ranks.
+    One prompt uses the products of one or two rows, many the grouped ones. In 16 bits each row goes to all
+    experts, because rounding would choose others."""
+    family = "gpt_oss" if stored == "mxfp4" else "qwen3_moe"
+    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 8, "vocab_size": 1001}
+    wide = {"intermediate_size": 512, "max_position_embeddings": 2048, "num_experts_per_tok": 10}
+    wide |= {} if stored == "mxfp4" else {"moe_intermediate_size": 256}
+    wide |= {"num_experts_per_tok": 3} if stored == "floats" else {}
+    folder = write_tiny_model(tmp_path / "plain", family, dtype="bfloat16", **sizes, **wide)
+    if stored == "fp8":
+        folder = write_fp8(folder, tmp_path / "stored", "block")
+    elif stored == "awq":
+        folder = write_int4(folder, tmp_path / "stored", "awq", group=64)
+    elif stored == "mxfp4":
+        folder = write_mxfp4(folder, tmp_path / "stored")
+    else:
+        assert stored == "floats"
+    dtype = "float32" if stored == "floats" else "bfloat16"
+    options: dict[str, Any] = {"max_num_seqs": 97, "skip_tokenizer_init": True, "max_model_len": 1024}
+    options |= {"dtype": dtype, "enable_prefix_caching": False}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    lists = [prompts[:1], prompts * 3]
+    with LLM(folder, **options) as llm:
+        one = [llm.generate(each, params, use_tqdm=False) for each in lists]
+    options["tensor_parallel_size"] = size
+    found = []
+    for more in (
+        {},
+        {"enable_expert_parallel": True},
+        {"enable_expert_parallel": True, "enforce_eager": True},
+    ):
+        with LLM(folder, **options, **more) as llm:
+            several = [llm.generate(each, params, use_tqdm=False) for each in lists]
+        found.append([gap for before, after in zip(one, several, strict=True) for gap in gaps(before, after)])
+        assert len(found[-1]) > 1000
+        if dtype == "float32":
+            assert max(found[-1]) < 0.01
+    by_width, *by_rank = (sum(each) / len(each) for each in found)
+    assert by_width < 0.5 and all(each < 1.5 * by_width + 0.02 for each in by_rank)
+
+
+def gaps(one: list[Any], several: list[Any]) -> list[float]:
+    """Differences in the log-probabilities of prompt tokens, and of drawn tokens as long as they agree."""
+    found = []
+    for before, after in zip(one, several, strict=True):
+        for first, second in zip(before.prompt_logprobs[1:], after.prompt_logprobs[1:], strict=True):
+            found += [abs(old.logprob - second[token].logprob) for token, old in first.items()]
+        pairs = zip(before["token_ids"], after["token_ids"], strict=True)
+        same = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        for place, token in enumerate(before["token_ids"][:same]):
+            old, new = (each.outputs[0].logprobs[place][token].logprob for each in (before, after))
+            found.append(abs(old - new))
+    return found
 
 
 def used_memory() -> list[int]:

@@ -13,9 +13,10 @@ import pytest
 
 import bench
 import nanovllm
-from tools import bench_sampling
+from tools import bench_expert_ranks, bench_sampling
 from tools.benchmark import engines
 from tools.benchmark.engines import RoundRobin, row_sampling
+from tools.benchmark.options import parse_args
 from tools.benchmark.roofline import Speed
 from tools.benchmark.workloads import demo
 
@@ -208,6 +209,25 @@ def test_options_reach_the_engine_only_if_given() -> None:
     assert bench.parse_args(["--workload", "prefix"]).prefix_caching is True
     assert bench.parse_args(["--workload", "samples"]).prefix_caching is True
     assert bench.parse_args(["--workload", "queue"]).prefix_caching is False
+
+
+def test_experts_by_rank_and_by_width_are_runs_of_bench(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bench.py accepts the options of each run; one of two passes the option on."""
+    seen: list[dict[str, Any]] = []
+
+    def run(options: list[str]) -> float:
+        args = parse_args(options)
+        assert args.shape == "qwen3-30b-a3b" and args.num_seqs in (16, 256)
+        seen.append(args.options)
+        return 300.0 if "enable_expert_parallel" in args.options else 200.0
+
+    monkeypatch.setattr(bench_expert_ranks, "output_tokens_per_s", run)
+    bench_expert_ranks.main(["--num-seqs", "16", "256"])
+    ranks = [{"tensor_parallel_size": size} for size in (2, 2, 4, 4)]
+    assert seen == [each for one in ranks for each in (one, one | {"enable_expert_parallel": True})]
+    assert "4 ranks, 256 sequences: 200 by width, 300 by rank, 1.50 times" in capsys.readouterr().out
 
 
 def test_sampling_is_parsed_into_fields() -> None:

@@ -70,6 +70,26 @@ def test_families(tmp_path: Path, family: str, doctor: Doctor) -> None:
     assert any(line.startswith(f"  architecture {architecture}, ") for line in lines)
 
 
+def test_experts_of_ranks(tmp_path: Path, doctor: Doctor) -> None:
+    """Whole ones by rank: where they lie, the weights of the rank that has most, and what is refused."""
+    folder = write_tiny_model(tmp_path / "experts", "qwen3_moe", num_experts=5, moe_intermediate_size=4096)
+    common = (folder, "--skip-tokenizer-init", "--tensor-parallel-size", "2", "--dtype", "float32")
+    found = {}
+    for flags in ((), ("--enable-expert-parallel",)):
+        code, lines = doctor(*common, *flags)
+        assert code == 0, lines[0]
+        [found[flags]] = [line for line in lines if line.startswith("  weights:")]
+        [experts] = [line for line in lines if line.startswith("  experts:")]
+        wanted = "3 or 2 whole ones of 5 on each of 2 ranks" if flags else "a part of the width of all 5"
+        assert wanted in experts
+    halves, whole = (float(line.split()[1]) for line in found.values())  # 5 halves of an expert, and 3 whole
+    assert whole == pytest.approx(1.2 * halves, abs=0.01)
+    code, lines = doctor(folder, "--skip-tokenizer-init", "--enable-expert-parallel")
+    assert code == 2 and "tensor_parallel_size is 1" in lines[0]
+    code, lines = doctor(write_tiny_model(tmp_path / "dense"), *common[1:], "--enable-expert-parallel")
+    assert code == 2 and "enable_expert_parallel=True needs a mixture of experts" in lines[0]
+
+
 def test_no_model(doctor: Doctor) -> None:
     code, lines = doctor()
     assert code == 0 and lines[0].startswith("pass a model, a folder or a hub id")
