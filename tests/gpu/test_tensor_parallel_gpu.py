@@ -164,9 +164,9 @@ def test_demo_accuracy(size: int) -> None:
 
 @pytest.mark.parametrize("stored", ["floats", "fp8", "awq", "mxfp4"])
 def test_whole_experts_by_rank(tmp_path: Path, prompts: list, size: int, stored: str) -> None:
-    """Logprobs as near those of one rank as by width, in graphs and without: 10 experts, so not as many on each of 4 ranks.
-    One prompt uses the products of one or two rows, many the grouped ones. In 16 bits each row goes to all
-    experts, because rounding would choose others."""
+    """Logprobs as near those of one rank as by width, in graphs and without. 10 experts do not divide among 4
+    ranks. One prompt uses the products of one or two rows, many the grouped ones. In 16 bits each row goes to
+    all experts, because rounding would choose others."""
     family = "gpt_oss" if stored == "mxfp4" else "qwen3_moe"
     sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 8, "vocab_size": 1001}
     wide = {"intermediate_size": 512, "max_position_embeddings": 2048, "num_experts_per_tok": 10}
