@@ -48,6 +48,7 @@ DOORS |= {
     "integrations",
     "jobs",
     "order",
+    "precompile",
     "reasoning",
     "report",
     "stats",

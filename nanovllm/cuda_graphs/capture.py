@@ -34,7 +34,7 @@ def capture(runner: ModelRunner, progress: bool) -> None:
     rehearsal = Rehearsal(runner.model.model)
 
     def make(shared: SharedRows | None, drawn: bool, sizes: list[int], pool: object) -> CUDAGraphs:
-        step = partial(_make_step, runner, shared, drawn)
+        step = partial(make_step, runner, shared, drawn)
         return CUDAGraphs(sizes, step, runner.device.torch, pool, rehearsal)
 
     sizes = graph_sizes(runner.config.max_num_seqs)
@@ -60,7 +60,7 @@ def prefill_share(runner: ModelRunner) -> float:
     return most_tokens(runner.model, runner.size.tokens) / runner.size.tokens
 
 
-def _make_step(
+def make_step(
     runner: ModelRunner, shared: SharedRows | None, drawn: bool, rows: int
 ) -> Callable[[], GraphOutput]:
     """A decode step of `rows` sequences over the fixed input buffer, to capture as a graph."""

@@ -138,7 +138,7 @@ def shared_unit(
     differently, and must fit into a program's shared memory and registers.
     """
     small = not invariant and head_dim <= 128 and cache_dtype.itemsize <= 2
-    wide = small and device.type == "cuda" and shared_memory(device) >= _MUCH_SHARED_MEMORY
+    wide = small and device.type != "cpu" and shared_memory(device) >= _MUCH_SHARED_MEMORY
     tile, chunk = _WIDE_TILE if wide else _HEAD_TILE, CHUNK if invariant else SHARED_CHUNK
     return SharedUnit(tile // group, chunk)
 

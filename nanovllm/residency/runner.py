@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.layers.weights import finish_loading, methods, weight_slots
+from nanovllm.precompile.runner import AheadModelRunner
 from nanovllm.residency.profile import RankProfile
-from nanovllm.runner.model_runner import ModelRunner
 
 WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
 
@@ -57,7 +57,7 @@ class RankView(NamedTuple):
         return self.model
 
 
-class ResidentModelRunner(ModelRunner):
+class ResidentModelRunner(AheadModelRunner):
     """Runs steps while nothing sleeps. All ranks make the same calls."""
 
     asleep: frozenset[str] = frozenset()  # subset of TAGS

@@ -15,6 +15,7 @@ from nanovllm.inputs import calls_of_llm
 from nanovllm.models.config import ModelConfig
 from nanovllm.names import refuse_unknown
 from nanovllm.params import SamplingParams
+from nanovllm.precompile.ahead import started_early
 from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Prompt, Request
 from nanovllm.vllm.configs import VllmConfig, profile_folder, view_of
@@ -126,7 +127,8 @@ class ToldEngine(LLMEngine):
                     f"{parser!r}; pass one of them"
                 )
             options["reasoning_parser"] = parser
-        super().__init__(model, **options)
+        with started_early(options):
+            super().__init__(model, **options)
         names = [each.name for each in fields(ModelConfig)]
         self.model_config = NamedModelConfig(**{name: getattr(self.model_config, name) for name in names})
         self._profile_folder = profile_folder(options.get("profiler_config"))
