@@ -360,3 +360,18 @@ def test_functions_and_calls_are_short(path: Path) -> None:
             assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION, node.name
         elif isinstance(node, ast.Call):
             assert len(node.args) <= MAX_ARGUMENTS, f"{ast.unparse(node.func)} in line {node.lineno}"
+
+
+def test_kernels_read_fields_of_their_constants() -> None:
+    """Triton 3.9 gives a kernel the fields of a NamedTuple, no properties; its interpreter does."""
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    tuples = [node for node in nodes if isinstance(node, ast.ClassDef) and "NamedTuple" in ast.dump(node)]
+    methods = {each.name for node in tuples for each in node.body if isinstance(each, ast.FunctionDef)}
+    assert "group" in methods  # of `Heads`
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef) and "jit" in "".join(map(ast.dump, node.decorator_list)):
+            names = {each.arg for each in node.args.args}
+            for each in ast.walk(node):
+                if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
+                    assert each.value.id not in names or each.attr not in methods, (node.name, each.attr)

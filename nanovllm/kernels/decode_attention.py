@@ -186,7 +186,7 @@ def _decode_chunk_kernel(
     Q_HEADS: tl.constexpr = HEADS.q_heads
     HEAD_DIM: tl.constexpr = HEADS.head_dim
     DIM: tl.constexpr = HEADS.dim
-    GROUP: tl.constexpr = HEADS.group
+    GROUP: tl.constexpr = HEADS.q_heads // HEADS.kv_heads
     TILES: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
     kv_head = tl.program_id(0) // TILES
     rows = tl.arange(0, HEAD_TILE)

@@ -142,7 +142,7 @@ def _prefill_kernel(
     groups: tl.constexpr = Q_HEADS // (GROUPED_HEADS * PACKED)
     sequence = (tl.program_id(2) // groups).to(tl.int64)
     first_head = (tl.program_id(2) % groups * GROUPED_HEADS + tl.program_id(0)) * PACKED
-    kv_head = first_head // HEADS.group
+    kv_head = first_head // (HEADS.q_heads // HEADS.kv_heads)
     first_token = tl.load(starts_ptr + sequence)
     queries = tl.load(starts_ptr + sequence + 1) - first_token
     first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
