@@ -27,6 +27,7 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.kernels.compat import HAS_TRITON, INTERPRET, multiprocessors, shared_memory, triton
 from nanovllm.models.config import ModelConfig
+from nanovllm.precompile.fork import Fork, can_fork
 from nanovllm.precompile.keys import hash_functions_first
 
 hash_functions_first()  # in this process and in the one that compiles: both must find the same kernels
@@ -78,15 +79,19 @@ class Ahead:
 
     def __init__(self) -> None:
         """Start it: it imports what it needs, and waits for `send`."""
+        quiet = not logger.isEnabledFor(logging.DEBUG)
+        self._process = Fork(CHILD, quiet) if can_fork() else self._interpreter(quiet)
+
+    @staticmethod
+    def _interpreter(quiet: bool) -> subprocess.Popen[bytes]:
         # It shall not take a GPU's memory, and what it imports is what this process has.
         path = os.pathsep.join(map(os.path.abspath, sys.path))
-        stderr = None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-c", CHILD, str(os.getpid())],
             env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=stderr,
+            stderr=subprocess.DEVNULL if quiet else None,
             start_new_session=True,  # Ctrl-C ends it with the start
         )
 
@@ -112,8 +117,9 @@ class Ahead:
     def stop(self) -> None:
         """End the process, and all that it has started. A second call does nothing."""
         if self._process.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # a fork may not have its group yet
+                with suppress(ProcessLookupError, PermissionError):
+                    kill(self._process.pid, signal.SIGKILL)
             self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

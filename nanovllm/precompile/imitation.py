@@ -7,11 +7,15 @@ the whole process, which must be one of its own. Starts no process.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from nanovllm.batch import StepKind
 from nanovllm.cuda_graphs.capture import make_step
@@ -24,6 +28,7 @@ from nanovllm.precompile.ahead import GPU, Wanted
 from nanovllm.runner.model_runner import ModelRunner
 
 _BLOCKS = 1024  # of the KV cache: kernels do not depend on their number
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
 # What `triton.compile` takes: the source with its types and constants, the target and the options.
 Found = Callable[[Any, Any, Any], object]
 
@@ -68,7 +73,7 @@ class ImitatedDevice(Device):
     def make_current(self) -> None:
         pass
 
-    synchronize = empty_cache = reset_peak = make_current
+    synchronize = empty_cache = release_memory = reset_peak = make_current
 
 
 class _Driver:
@@ -105,7 +110,10 @@ def imitate(gpu: GPU, found: Found) -> ImitatedDevice:
     tensor: Any = torch.Tensor
     tensor.data_ptr = offset
     tensor.is_cuda = property(lambda x: x.device.type == "meta")
-    tensor.addmm_ = lambda total, *factors, **scales: total  # torch's own imports a compiler
+    # On "meta", torch's own import a compiler, which takes seconds.
+    product: Any = functional
+    tensor.addmm_, product.linear = (lambda total, *factors, **scales: total), _linear
+    sys.modules.setdefault(_SHAPES, _PlainShapes(_SHAPES))
     cuda: Any = torch.cuda
     cuda.get_device_properties = lambda device=None: _Properties(gpu)
     cuda.get_device_capability = lambda device=None: gpu.capability
@@ -122,6 +130,28 @@ def imitate(gpu: GPU, found: Found) -> ImitatedDevice:
     function.__getitem__ = without_launch
     triton.compiler.compile = compiled
     return ImitatedDevice(gpu)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
+
+
+class _PlainShapes(ModuleType):
+    """In place of torch's module of symbolic shapes, which imports sympy for a second: what shapes of plain
+    numbers need of it. Who needs more gets the module itself."""
+
+    expect_true = guard_or_false = guard_or_true = guard_size_oblivious = statically_known_true = bool
+    has_guarding_hint, is_nested_int = staticmethod(lambda x: True), staticmethod(lambda x: False)
+    guarding_hint_or_throw = staticmethod(lambda x: x)
+    sym_and, sym_or = staticmethod(lambda *x: all(x)), staticmethod(lambda *x: any(x))
+    sym_eq = staticmethod(lambda x, y: x == y if isinstance(x, int) else [*x] == [*y])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules[self.__name__] is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
 
 
 class _Properties:

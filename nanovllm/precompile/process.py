@@ -12,6 +12,7 @@ import pickle
 import signal
 import sys
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Compile what standard input names; write a byte to standard output after each part."""
     _end_with(int(sys.argv[1]))
+    for module in triton.runtime.cache, triton.compiler.compiler:
+        getattr(module, "triton_key", int)()  # a hash of Triton's files, once and not in each fork
     with suppress(EOFError):
         compile_all(pickle.load(sys.stdin.buffer))
 
@@ -38,8 +41,9 @@ def compile_all(wanted: Wanted) -> None:
         if wanted.done.exists():  # another process has compiled them meanwhile
             return
         forks = Forks(wanted.processes)
-        for _ in steps(wanted, imitate(wanted.gpu, forks.compile)):
-            forks.wait()
+        parts = [forks.found for _ in steps(wanted, imitate(wanted.gpu, forks.compile))]
+        for found in parts:
+            forks.wait(found)
             os.write(sys.stdout.fileno(), b".")
         if not forks.failed:
             wanted.done.touch()
@@ -50,38 +54,47 @@ class Forks:
 
     def __init__(self, most: int) -> None:
         """most: how many run at once."""
-        self._most, self._running = most, set[int]()
+        self._most, self._running = most, dict[int, int]()  # what number each compiles
+        self._waiting = deque[tuple[Any, Any, Any]]()
         self._compile: Any = triton.compiler.compiler.compile
-        self.failed = 0
+        self.found = self.failed = 0
 
     def compile(self, source: Any, target: Any, options: Any) -> None:
-        """Compile in a fork, once one may run."""
+        """Compile in a fork, now or once one may run."""
+        self._waiting.append((source, target, options))
+        self.found += 1
         if len(self._running) >= self._most:
-            self._end_one()
-        parent = os.getpid()
-        if child := os.fork():
-            self._running.add(child)
-            return
-        status = 1
-        try:
-            _end_with(parent)
-            kernel = self._compile(source, target=target, options=options)
-            _compile_launcher(source, kernel)
-            status = 0
-        except Exception:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
+            self._end_one(os.WNOHANG)
+        self._start()
 
-    def wait(self) -> None:
-        """Wait until all are compiled."""
-        while self._running:
+    def wait(self, first: int) -> None:
+        """Wait until so many kernels, those found first, are compiled."""
+        while min(self._running.values(), default=first) < first:
             self._end_one()
+            self._start()
 
-    def _end_one(self) -> None:
-        child, status = os.wait()
-        self._running.discard(child)
-        self.failed += status != 0
+    def _start(self) -> None:
+        """Let as many run as may; they start in the order in which they were found."""
+        while self._waiting and len(self._running) < self._most:
+            number, kernel, parent = self.found - len(self._waiting), self._waiting.popleft(), os.getpid()
+            if child := os.fork():
+                self._running[child] = number
+                continue
+            status = 1
+            try:
+                _end_with(parent)
+                source, target, options = kernel
+                _compile_launcher(source, self._compile(source, target=target, options=options))
+                status = 0
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+
+    def _end_one(self, flags: int = 0) -> None:
+        child, status = os.waitpid(-1, flags)
+        if self._running.pop(child, None) is not None:
+            self.failed += status != 0
 
 
 def _compile_launcher(source: Any, kernel: Any) -> None:
