@@ -110,6 +110,11 @@ def by_device(
     return operation
 
 
+def uses_cuda() -> bool:
+    """Whether torch has made a CUDA context in this process."""
+    return torch.cuda.is_initialized()
+
+
 def use_pdl(x: torch.Tensor) -> bool:
     """Whether kernels on the device of `x` start before the previous kernel has ended; see `await_inputs`.
 

@@ -13,8 +13,11 @@ import threading
 import traceback
 import warnings
 from contextlib import suppress
+from typing import NoReturn
 
 import torch
+
+from nanovllm.kernels.compat import uses_cuda
 
 
 def can_fork() -> bool:
@@ -22,7 +25,7 @@ def can_fork() -> bool:
     group of processes would be shared."""
     group = torch.distributed.is_available() and torch.distributed.is_initialized()
     alone = threading.enumerate() == [threading.current_thread()]
-    return sys.platform == "linux" and alone and not (torch.cuda.is_initialized() or group)
+    return sys.platform == "linux" and alone and not (uses_cuda() or group)
 
 
 class Fork:
@@ -32,23 +35,17 @@ class Fork:
         """quiet: standard error goes nowhere."""
         stdin, to_child = os.pipe()
         from_child, stdout = os.pipe()
-        parent = os.getpid()
         self.returncode: int | None = None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's, about threads of libraries
-            self.pid = os.fork()
-        if not self.pid:
-            try:
-                kept = sys.stdin, sys.stdout, sys.stderr  # the end of one would write what it holds
-                _leave(stdin, stdout, quiet)
-                sys.argv = ["-c", str(parent)]
-                exec(code, {"__name__": "__main__", "kept": kept})
-            except Exception:
-                traceback.print_exc()
-            finally:
-                os._exit(
-                    1
-                )  # the code's result is what it writes; nothing that the parent has registered runs
+        # Ctrl-C in a fork that still has the parent's handlers would go on with the parent's code.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python's, about threads of libraries
+                parent, self.pid = os.getpid(), os.fork()
+                if not self.pid:
+                    _run(code, parent, stdin, stdout, quiet)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(stdin)
         os.close(stdout)
         self.stdin, self.stdout = os.fdopen(to_child, "wb"), os.fdopen(from_child, "rb", 0)
@@ -58,6 +55,18 @@ class Fork:
         self.returncode = 0
         with suppress(ChildProcessError):  # this process ignores the ends of its children
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def _run(code: str, parent: int, stdin: int, stdout: int, quiet: bool) -> NoReturn:
+    try:
+        kept = sys.stdin, sys.stdout, sys.stderr  # the end of one would write what it holds
+        _leave(stdin, stdout, quiet)
+        sys.argv = ["-c", str(parent)]
+        exec(code, {"__name__": "__main__", "kept": kept})
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # the code's result is what it writes; nothing that the parent has registered runs
 
 
 def _leave(stdin: int, stdout: int, quiet: bool) -> None:
