@@ -18,7 +18,7 @@ class KVPolicy:
 
     keeps_all = True  # False: `BlockManager.extend` gives blocks before each step, and frees those not read
     manager = "groups"  # the line of `BLOCKS` for groups of which this is the last one's policy
-    in_parts = True  # whether a prefill step may be computed as two halves
+    in_parts = True  # whether a prefill step may be computed in parts: as halves, or by graphs
 
     def first_read(self, position: int, block_size: int) -> int:
         """The first block that the token at `position`, or a later one, reads."""

@@ -54,8 +54,11 @@ def capture(runner: ModelRunner, progress: bool) -> None:
 
 def prefill_share(runner: ModelRunner) -> float:
     """What the graphs of prefill steps take of the memory of the largest step's activations; 0: there are
-    none. Sums over several ranks are not captured, because NCCL keeps a graph alive and cannot be aborted."""
-    if runner.tp.size > 1 or runner.routed is not None or len(runner.model.model.layers) < 2:
+    none. Pieces end at attention alone, so no layer with a state can be in one. Sums over several ranks are
+    not captured, because NCCL keeps a graph alive and cannot be aborted."""
+    model = runner.model
+    in_parts = runner.layout.groups[-1].policy.in_parts
+    if runner.tp.size > 1 or runner.routed is not None or len(model.model.layers) < 2 or not in_parts:
         return 0.0
     return most_tokens(runner.model, runner.size.tokens) / runner.size.tokens
 

@@ -1,8 +1,8 @@
 """Prefill steps in pieces: a CUDA graph for all that stands between two attentions, which are launched.
 
-Between attentions, and moves of states, a step depends on nothing but its number of tokens; these depend on
-the lengths of all sequences. So a number of tokens that comes again and again is captured. No step is padded,
-and pieces launch the kernels of a step without graphs: whether it is captured changes no bit of an answer.
+Between attentions a step depends on nothing but its number of tokens; attention depends on the lengths of
+all sequences. So a number of tokens that comes again and again is captured. No step is padded, and the
+pieces launch the kernels of a step without graphs: whether a step is captured changes no bit of an answer.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _not_owned(x: torch.Tensor) -> torch.Tensor:
 
 class _Piece(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    layer: Any = None  # whose attention or states follow; None: the last layer does
-    tensors: tuple[torch.Tensor, ...] = ()  # what these read; the last one is overwritten by their result
+    layer: Attention | None = None  # whose attention follows; None: the last layer does
+    q: torch.Tensor | None = None  # its queries, which the attention overwrites
 
 
 class _Pieces(NamedTuple):
@@ -77,7 +77,6 @@ class PrefillGraphs:
         self._model, self._device, self._pool = model, device, pool
         first = model.model.layers[:-1]
         self._layers = [each for each in first.modules() if isinstance(each, Attention)]
-        self._states = [each for each in model.state_layers if any(each is own for own in first.modules())]
         self._groups = groups
         self._steps: Counter[int] = Counter()  # that were launched, by their number of tokens
         self.captured: dict[int, _Pieces | None] = {}  # the same; None: there was no memory
@@ -103,7 +102,7 @@ class PrefillGraphs:
         meta = replace(
             meta, slot_mapping=mine, others=tuple(replace(other, slot_mapping=own) for other, own in pairs)
         )
-        step = Step(positions, meta, slots=step.slots)
+        step = Step(positions, meta)
         if pieces is None:
             pieces = self.captured[tokens] = self._capture_if_it_fits(static, step)
         if pieces is None:
@@ -113,11 +112,8 @@ class PrefillGraphs:
         metas = [meta.of_group(group) for group in range(self._groups)]
         for piece in pieces.pieces:
             piece.graph.replay()
-            if isinstance(piece.layer, Attention):
-                _attend(piece.layer, piece.tensors[0], metas[piece.layer.group])
-            elif piece.layer is not None:
-                *given, out = piece.tensors
-                out.copy_(piece.layer.mix(*given, step))
+            if piece.layer is not None and piece.q is not None:
+                _attend(piece.layer, piece.q, metas[piece.layer.group])
         return self._model.leave(pieces.stream, step._replace(layer_inputs=pieces.layer_inputs), wanted)
 
     def _pays(self, tokens: int) -> bool:
@@ -137,7 +133,7 @@ class PrefillGraphs:
 
         # This run compiles kernels and creates library handles, which a capture must not do.
         self._device.reset_peak()
-        with self._cut(lambda layer, *tensors: tensors[-1].zero_()):
+        with self._cut(lambda layer, q: None):
             enter()
         need = self._device.peak_above_current()
         self._device.empty_cache()
@@ -154,15 +150,15 @@ class PrefillGraphs:
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-        def end(layer: Any = None, *tensors: torch.Tensor) -> None:
+        def end(layer: Attention | None = None, q: torch.Tensor | None = None) -> None:
             nonlocal graph
             ended, graph = graph, None
             assert ended is not None
             ended.capture_end()
-            pieces.append(_Piece(ended, layer, tuple(map(_not_owned, tensors))))
+            pieces.append(_Piece(ended, layer, None if q is None else _not_owned(q)))
 
-        def cut(layer: Any, *tensors: torch.Tensor) -> None:
-            end(layer, *tensors)
+        def cut(layer: Attention, q: torch.Tensor) -> None:
+            end(layer, q)
             begin()
 
         stream = torch.cuda.graph.default_capture_stream or torch.cuda.Stream(device)
@@ -183,21 +179,16 @@ class PrefillGraphs:
         return _Pieces(pieces, stream_out, inputs)
 
     @contextmanager
-    def _cut(self, at: Callable[..., object]) -> Iterator[None]:
-        """In this context the layers call `at` with themselves and the tensors of a piece, and take the last
-        one for the result: their queries, or new memory for what states give."""
+    def _cut(self, at: Callable[[Attention, torch.Tensor], None]) -> Iterator[None]:
+        """In this context the layers call `at` with their queries, and take them for what was attended."""
         backends = [layer.backend for layer in self._layers]
         for layer in self._layers:
             layer.backend = _Cut(partial(at, layer))
-        for state in self._states:
-            state.mix = partial(_cut_states, at, state)
         try:
             yield
         finally:
             for layer, backend in zip(self._layers, backends, strict=True):
                 layer.backend = backend
-            for state in self._states:
-                del state.mix  # that of its class is in its place again
 
 
 def _attend(layer: Attention, q: torch.Tensor, meta: AttentionMetadata) -> None:
@@ -207,19 +198,10 @@ def _attend(layer: Attention, q: torch.Tensor, meta: AttentionMetadata) -> None:
     layer.backend.replace(q, layer.cache, meta, layer.spec, layer.sinks)
 
 
-def _cut_states(
-    at: Callable[..., object], layer: Any, projected: torch.Tensor, gates: torch.Tensor, step: Step
-) -> torch.Tensor:
-    """In place of `mix` of a layer with states: a piece ends here."""
-    out: torch.Tensor = layer.new_mixed(projected)
-    at(layer, projected.contiguous(), gates.contiguous(), out)
-    return out
-
-
 class _Cut(AttentionBackend):
     """In place of a backend: a piece ends where it is called."""
 
-    def __init__(self, at: Callable[[torch.Tensor], object]) -> None:
+    def __init__(self, at: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self._at = at
 

@@ -118,29 +118,20 @@ class GatedDeltaNet(WeightLayer):
     def forward(self, x: Normed, step: Step) -> Product:
         """x [T, hidden_size] -> a term of the stream, of the same shape. Moves the states of the step's
         sequences on by its tokens."""
-        heads = self.heads
+        heads, conv = self.heads, self.conv1d.weight.squeeze(1)
         projected = self.in_proj(x)
         assert isinstance(projected, torch.Tensor)
-        out = self.mix(projected, self.gates_proj(x), step)
-        z = projected[:, heads.channels :].unflatten(1, (-1, heads.v_dim))
-        product: Product = self.out_proj(gated_norm(out, z, self.norm.weight, self.norm.eps).flatten(1))
-        return product
-
-    def new_mixed(self, projected: torch.Tensor) -> torch.Tensor:
-        """Memory for what `mix` returns, undefined."""
-        return projected.new_empty(len(projected), self.heads.v_heads, self.heads.v_dim)
-
-    def mix(self, projected: torch.Tensor, gates_ba: torch.Tensor, step: Step) -> torch.Tensor:
-        """The part that depends on the lengths of sequences and on their states: [T, v_heads, dv], of what
-        this rank's products gave: [T, channels and z], [T, b and a]."""
-        heads, conv = self.heads, self.conv1d.weight.squeeze(1)
-        qkv = projected[:, : heads.channels]
-        b, a = gates_ba.chunk(2, dim=1)
+        qkv, z = projected[:, : heads.channels], projected[:, heads.channels :]
+        b, a = self.gates_proj(x).chunk(2, dim=1)
         gates = Gates(a, b, self.A_log, self.dt_bias)
         if step.meta.cu_seqlens_q is None:
             assert step.slots is not None
             mixed = causal_conv_step(qkv, conv, None, self.conv_pool, step.slots)
-            return delta_step(mixed, gates, heads, self.pool, step.slots, self.options.deterministic)
-        packed, saves = self._packed[0].of(step)
-        mixed = causal_conv(qkv, conv, None, self.conv_pool, packed, saves)
-        return delta_prefill(mixed, gates, heads, self.pool, packed, saves)
+            out = delta_step(mixed, gates, heads, self.pool, step.slots, self.options.deterministic)
+        else:
+            packed, saves = self._packed[0].of(step)
+            mixed = causal_conv(qkv, conv, None, self.conv_pool, packed, saves)
+            out = delta_prefill(mixed, gates, heads, self.pool, packed, saves)
+        gated = gated_norm(out, z.unflatten(1, (-1, heads.v_dim)), self.norm.weight, self.norm.eps)
+        product: Product = self.out_proj(gated.flatten(1))
+        return product

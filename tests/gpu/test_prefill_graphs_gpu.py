@@ -32,8 +32,6 @@ FAMILIES = [
     "glm4",
     "granite",
 ]
-HYBRID_SIZES: dict[str, Any] = {"head_dim": 32, "hidden_size": 64}  # as Triton has them
-HYBRIDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"]
 
 
 def captured(llm: LLM) -> dict[int, Any]:
@@ -86,37 +84,6 @@ def test_families(tmp_path: Path, family: str) -> None:
     assert count > 0
     tokens = [[row[0] for row in each] for each in [*expected, *found]]
     assert all(each == tokens[0] for each in tokens)
-
-
-@pytest.mark.parametrize("states", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_states_between_pieces(tmp_path: Path, family: str, dtype: str, states: str) -> None:
-    """Of layers with states these are launched; also in steps of several chunks of a prompt."""
-    folder = write_tiny_model(tmp_path, family, dtype=dtype, **HYBRID_SIZES)
-    prompts = [[token % 90 + 2 for token in prompt[:200]] for prompt in PROMPTS[:20]]
-    options = {"max_model_len": 256, "kvcache_block_size": 16, "max_num_batched_tokens": 320}
-    options |= {"mamba_ssm_cache_dtype": states}
-    expected, none = rounds(folder, prompts, **options, enforce_eager=True)
-    found, count = rounds(folder, prompts, **options)
-    assert none == 0 < count
-    tokens = [[row[0] for row in each] for each in [*expected, *found]]
-    if dtype == states == "float32":
-        assert all(each == tokens[0] for each in tokens)
-    else:  # near ties; most of the first tokens, which prefill steps draw, are the same
-        same = [sum(a[0] == b[0] for a, b in zip(each, tokens[0], strict=True)) for each in tokens]
-        assert min(same) >= 18
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_bits_of_states_between_pieces(tmp_path: Path, family: str) -> None:
-    folder = write_tiny_model(tmp_path, family, dtype="bfloat16", **HYBRID_SIZES)
-    prompts = [[token % 90 + 2 for token in prompt[:200]] for prompt in PROMPTS[:20]]
-    options = {"max_model_len": 256, "deterministic": True, "max_num_batched_tokens": 320}
-    expected, none = rounds(folder, prompts, **options, enforce_eager=True)
-    found, count = rounds(folder, prompts, **options)
-    assert none == 0 < count
-    assert all(each == expected[0] for each in [*expected, *found])
 
 
 def test_scores_and_wide_steps(model: Path) -> None:

@@ -71,9 +71,8 @@ def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def rounds(folder: Path, captures: bool, **options: Any) -> tuple[list[Any], dict[int, Any], list[Any]]:
-    """Tokens and logprobs of five calls, before each of which nothing is cached; what was captured; the
-    states at the end, which are NaN at the start."""
+def rounds(folder: Path, captures: bool, **options: Any) -> tuple[list[Any], dict[int, Any]]:
+    """Tokens and logprobs of five calls, before each of which nothing is cached; what was captured."""
     defaults = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "kvcache_block_size": 16}
     defaults |= {"max_model_len": 128, "num_kvcache_blocks": 400, "max_num_batched_tokens": 160}
     with LLM(folder, **defaults | options) as llm:
@@ -81,31 +80,21 @@ def rounds(folder: Path, captures: bool, **options: Any) -> tuple[list[Any], dic
         if captures:
             groups = len(runner.layout.groups)
             runner.prefills = prefill.PrefillGraphs(runner.model, runner.device, None, 160, groups)
-        pools = [pool for layer in runner.model.state_layers for pool in (layer.pool, layer.conv_pool)]
-        for pool in pools:
-            pool.fill_(float("nan"))
         found = []
         for _ in range(5):
             llm.reset_prefix_cache()
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             found.append([(each["token_ids"], str(each.outputs[0].logprobs)) for each in outputs])
-        return found, getattr(runner.prefills, "captured", {}), [pool.clone() for pool in pools]
+        return found, getattr(runner.prefills, "captured", {})
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-@pytest.mark.parametrize(
-    "family",
-    ["qwen3", "gemma4-small", "qwen3_5", "olmo_hybrid", pytest.param("gemma3", marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize("family", ["qwen3", "gemma4-small", pytest.param("gemma3", marks=pytest.mark.full)])
 def test_pieces_give_the_bits_of_launched_steps(tmp_path: Path, family: str) -> None:
-    """With copied cells, several steps a call, layers with windows, inputs of layers, and states, of which
-    the same rows are written. Not with experts: their twin loops on the host."""
+    """With copied cells, several steps a call, layers with windows, and inputs of layers. Not with experts:
+    their twin loops on the host."""
     folder = write_tiny_model(tmp_path, family)
-    expected, _, states = rounds(folder, False)
-    found, captured, same = rounds(folder, True)
-    assert max(captured) > 100 and all(pieces is not None for pieces in captured.values())
-    for one, other in zip(states, same, strict=True):
-        assert one.isnan().any() and not one.isnan().all()
-        torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
-    assert bool(states) == (family in ("qwen3_5", "olmo_hybrid"))
+    expected, _ = rounds(folder, False)
+    found, captured = rounds(folder, True)
+    assert 160 in captured and all(pieces is not None for pieces in captured.values())
     assert all(each == expected[0] for each in [*expected, *found])
