@@ -45,9 +45,6 @@ STAY: dict[str, dict[str, list[str]]] = {  # by file below tests/ and name
     "cpu/engine/test_update_weights.py": {
         "test_every_family": ["qwen2_moe-1", "mistral-1", "qwen3-1", "qwen2-2"],
     },
-    "cpu/engine/test_vllm_calls.py": {
-        "test_functions_on_every_rank": ["llm2"],
-    },
     "cpu/engine/test_vllm_processors.py": {
         "test_replicas_have_both": [],
     },

@@ -95,6 +95,11 @@ class Ahead:
             start_new_session=True,  # Ctrl-C ends it with the start
         )
 
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
     def send(self, wanted: bytes) -> None:
         """Say what to compile: a pickled `Wanted`."""
         assert self._process.stdin is not None

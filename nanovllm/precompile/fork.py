@@ -89,5 +89,5 @@ def _leave(stdin: int, stdout: int, quiet: bool) -> None:
         if each > 2 and each != nothing:
             os.dup2(nothing, each, inheritable=False)
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)  # threads of the parent's pool are not here

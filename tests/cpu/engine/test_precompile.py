@@ -206,7 +206,7 @@ def test_the_end_is_that_of_all_its_processes(tmp_path: Path, child: Callable[[s
     assert process.wait()
     while not file.exists() or not file.read_text():
         time.sleep(0.01)
-    pid, parent = int(file.read_text()), Path(f"/proc/{process._process.pid}")
+    pid, parent = int(file.read_text()), Path(f"/proc/{process.pid}")
     assert is_alive(pid) and parent.exists()
     process.stop()
     assert gone(pid)

@@ -293,7 +293,7 @@ def test_resident_memory_shrinks(tmp_path: Path) -> None:
         back = [
             resident_bytes(pid) - (held - gone) for pid, held, gone in zip(pids, before, freed, strict=True)
         ]
-        assert all(got > 0.8 * size for size, got in zip(weights, back, strict=True)), (
+        assert all(got > 0.6 * size for size, got in zip(weights, back, strict=True)), (
             back
         )  # others give back
 
