@@ -263,7 +263,11 @@ def test_variables_are_those_that_the_code_reads() -> None:
         for cell in rows(ENVIRONMENT, "Variables that nanovllm reads")
         for name in re.findall(r"`(\w+)`", cell)
     }
-    assert read == table | {"TRANSFORMERS_VERBOSITY", "CUDA_VISIBLE_DEVICES"}  # are set, for others
+    are_set = set(re.findall(r"`(\w+)` for itself", ENVIRONMENT))  # and not read
+    assert are_set == {"TRANSFORMERS_VERBOSITY", "CUDA_VISIBLE_DEVICES"} and read == table | are_set
+    package = (ROOT / "nanovllm").rglob("*.py")
+    reads = r"(?:environ\.get\(|getenv\(|environ\[)\W*CUDA_VISIBLE_DEVICES"
+    assert not any(re.search(reads, path.read_text()) for path in package)
     assert "`TRANSFORMERS_VERBOSITY` for itself" in ENVIRONMENT
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import re
@@ -265,6 +266,7 @@ def test_counts_of_penalties_are_freed_too(model: Path, prompts: list[list[int]]
 def resident_bytes(pid: int) -> int:
     """Without pages of files, which the system takes back when it likes."""
     if pid == os.getpid():
+        gc.collect()  # what earlier tests left goes now, not between two measurements
         ctypes.CDLL(None).malloc_trim(0)  # after many tests malloc may keep what this one frees
     [size] = re.findall(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(size) * 1024
@@ -293,7 +295,7 @@ def test_resident_memory_shrinks(tmp_path: Path) -> None:
         back = [
             resident_bytes(pid) - (held - gone) for pid, held, gone in zip(pids, before, freed, strict=True)
         ]
-        assert all(got > 0.6 * size for size, got in zip(weights, back, strict=True)), (
+        assert all(got > 0.8 * size for size, got in zip(weights, back, strict=True)), (
             back
         )  # others give back
 
