@@ -248,11 +248,6 @@ class Config:
                 f"deterministic=True needs tensor_parallel_size=1, not {self.tensor_parallel_size}: "
                 "how the GPUs' parts are summed depends on the size of the step"
             )
-        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
-            raise ValueError(
-                "enable_expert_parallel=True distributes experts over the ranks of a model, and "
-                "tensor_parallel_size is 1; raise it, or leave enable_expert_parallel out"
-            )
         if self.return_routed_experts and self.enable_prefix_caching:
             raise ValueError(
                 "return_routed_experts=True needs enable_prefix_caching=False: no experts compute the tokens "

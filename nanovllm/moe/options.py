@@ -19,8 +19,13 @@ _OPTIONS = ("return_routed_experts", "enable_expert_parallel")
 
 
 def with_options(config: Config, model: ModelConfig, device: Device) -> ModelConfig:
-    """The model as the options say. ValueError for an option that needs experts, or more of them, and for
-    sizes that kernels of a GPU cannot read."""
+    """The model as the options say. ValueError for an option that needs experts, or more of them, or ranks,
+    and for sizes that kernels of a GPU cannot read."""
+    if config.enable_expert_parallel and config.tensor_parallel_size == 1:
+        raise ValueError(
+            "enable_expert_parallel=True distributes experts over the ranks of a model, and "
+            "tensor_parallel_size is 1; raise it, or leave enable_expert_parallel out"
+        )
     spec = model.moe
     if spec is None:
         asked = next(name for name in _OPTIONS if getattr(config, name))

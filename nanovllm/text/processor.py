@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _TEXT: Table[Any] = Table(TEXT)
 _EXTRAS: Table[Any] = Table(EXTRAS)
+_WAIT_SECONDS = 0.2  # for a long string, between which signals act
 ENCODED_BYTES = 2**19  # tokenised at once; it takes up to 300 times this memory, and up to a second
 LONG_TEXT = 2**16  # characters; a shorter text is tokenised, whatever its length may turn out to be
 # The tokenised sampling parameters: `stop_token_ids`, `bad_words` and `constraint` of a Request.
@@ -270,6 +271,8 @@ def encode(
             continue
         future: Future[list[list[int]]] = Future()
         threading.Thread(target=_fulfil, args=(future, encode_some, some), daemon=True).start()
+        while not future.done():  # a signal that comes just before a wait acts after it
+            wait([future], _WAIT_SECONDS)
         found += future.result()
     return found
 
