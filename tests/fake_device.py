@@ -347,7 +347,7 @@ def run_all(loop: Loop, prompts: list[list[int]], params: list[SamplingParams]) 
         loop.scheduler.add(make_sequence(first + index, prompt, param))
     while not loop.scheduler.is_finished():
         loop.step()
-    assert loop.scheduler.block_manager.usage == 0
+    assert loop.scheduler.block_manager.pool.usage == 0
     outputs = []
     for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         seq = loop.finished[first + index]

@@ -83,7 +83,7 @@ class Core:
 
     @property
     def load(self) -> Load:
-        usage = self.scheduler.block_manager.usage
+        usage = self.scheduler.block_manager.pool.usage
         return Load(self.num_requests, self._num_running, self._num_waiting, usage, self._peak_usage)
 
     @property
@@ -143,7 +143,7 @@ class Core:
             launched = self._plan()
             if launched is not None:
                 launched = *launched[:3], self.ranks.run(ModelRunner.launch, launched[0])
-            self._peak_usage = max(self._peak_usage, self.scheduler.block_manager.usage)
+            self._peak_usage = max(self._peak_usage, self.scheduler.block_manager.pool.usage)
             step = self._in_flight if self._run_ahead else self._drawn(launched)
             if step is not None:
                 batch, _, _, handle = step
@@ -206,7 +206,7 @@ class Core:
             num_finished=len(outputs),
             num_running=self._num_running,
             num_waiting=self._num_waiting,
-            kv_cache_usage=self.scheduler.block_manager.usage,
+            kv_cache_usage=self.scheduler.block_manager.pool.usage,
             num_preemptions=num_preemptions,
         )
         return self.requests.yielded(events, ended, outputs), stats

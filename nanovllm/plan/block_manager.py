@@ -125,11 +125,6 @@ class BlockManager:
     def _make_pool(self, room: Room) -> BlockPool:
         return BlockPool(room.num_blocks, self._forget)
 
-    @property
-    def usage(self) -> float:
-        """The share of the blocks that sequences hold, 0 to 1."""
-        return self.pool.usage
-
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -211,19 +206,20 @@ class BlockManager:
             pieces.append((source, start, cells - start))
         copied[target] = pieces
 
-    def grow(self, seq: Sequence) -> bool:
-        """Add blocks for all of the sequence's tokens, and free those that no later token reads. Returns
-        False and adds nothing if there are too few free blocks."""
-        return self.extend(seq, seq.num_tokens)
-
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
-        """`grow` for the first `num_tokens` tokens, those after `num_computed_tokens` in this step."""
+        """Add blocks for the first `num_tokens`, those after `num_computed_tokens` in this step, and free
+        those that no later token reads. Returns False and adds nothing if too few are free."""
         table, needed = seq.tables[0], self.blocks_for(num_tokens)
         if needed - len(table) > len(self.pool.free):
             return False
         table += [self.pool.take() for _ in range(len(table), needed)]
         seq.capacity = len(table) * self.block_size
         return True
+
+    def num_coming(self, seq: Sequence) -> int:
+        """The most blocks that a sequence takes after those it has, or after `allocate`."""
+        num_blocks = len(seq.tables[0]) if seq.tables else self.blocks_for(seq.num_known_tokens)
+        return self.blocks_for(seq.max_tokens_total) - num_blocks
 
     def release(self, seq: Sequence) -> None:
         """Free the blocks that no token from `num_computed_tokens` on reads, unless `keeps_all`."""

@@ -201,7 +201,8 @@ class Scheduler:
         A prefill step for a single prompt stalls all running sequences. So the first admission of a step
         waits until the free slots are an eighth of the running sequences (or fit the whole queue), and leaves
         three quarters of a block free for each running sequence. Later admissions of the step leave half a
-        block for each, so that sequences can grow and few are preempted and computed again.
+        block for each, so that sequences can grow and few are preempted and computed again. `deterministic`
+        leaves all that they may take: none is computed again, because prefill rounds otherwise than decode.
         """
         if not self.waiting or not self._free_slots:
             return None
@@ -209,7 +210,10 @@ class Scheduler:
             return None
         seq = self.waiting[0]
         assert not seq.num_pending_tokens, "a preempted sequence's last token is known one step later"
-        if not self.block_manager.allocate(seq, spare=len(self.running) * (3 if first else 2) // 4):
+        spare = len(self.running) * (3 if first else 2) // 4
+        if not self._share_outputs and (self.running or self.ending):
+            spare = sum(map(self.block_manager.num_coming, [*self.running, seq]))
+        if not self.block_manager.allocate(seq, spare):
             return None
         self.waiting.popleft()
         self.running.append(seq)
@@ -266,7 +270,7 @@ class Scheduler:
     def _grow(self, seq: Sequence) -> bool:
         """Give `seq` the block it needs; if none is free, preempt the newest sequences. False if `seq` itself
         was preempted."""
-        while not self.block_manager.grow(seq):
+        while not self.block_manager.extend(seq, seq.num_tokens):
             victim = self.running[-1]
             self._release(victim)
             victim.status = SequenceStatus.WAITING

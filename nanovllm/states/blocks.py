@@ -157,12 +157,8 @@ class StateBlocks(BlockManager):
         if kept is not None and kept.row in self._written:
             return False
         self._found = self._up_to(found, 0 if kept is None else len(kept.tokens) // TOKEN_BYTES)
-        # The step that draws a token has other roundings than one that computes it again: none is preempted.
-        later = 0 if self.grid == 1 else self.blocks_for(seq.max_tokens_total) - self.blocks_for(known)
-        if not super().allocate(seq, spare + later):
+        if not super().allocate(seq, spare):
             return False
-        if later:
-            self.extend(seq, seq.max_tokens_total)
         begin = seq.num_computed_tokens
         if begin:
             assert kept is not None

@@ -259,6 +259,14 @@ class GroupBlocks(BlockManager):
         seq.capacity = len(seq.tables[0]) * self.block_size
         return True
 
+    def num_coming(self, seq: Sequence) -> int:
+        """Each may take a slab of its own, also those of groups that free as many."""
+        most = self.blocks_for(seq.max_tokens_total) * len(self.groups)
+        if seq.tables:
+            return most - sum(map(len, seq.tables))
+        num_full = sum(each.policy.keeps_all for each in self.groups)
+        return most - self.blocks_for(seq.num_known_tokens) * num_full
+
     def release(self, seq: Sequence) -> None:
         if self.keeps_all:
             return

@@ -28,6 +28,7 @@ MANNERS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 96},
     "cold": {"enable_prefix_caching": False, "async_scheduling": False},
     "wide_blocks": {"kvcache_block_size": 256},
+    "small cache": {"num_kvcache_blocks": 160, "max_model_len": 1024},
 }
 
 
@@ -71,6 +72,7 @@ def test_a_prompts_logits_are_the_same_bits_in_any_batch(model: Path, cache: str
                 again, same_tokens = answer(llm, PROMPT, others)
                 assert torch.equal(again, logits), (options, others)
                 assert same_tokens == tokens
+            assert llm.stats().num_preemptions == 0
             again, same_tokens = answer(llm, longer, 3)
             assert torch.equal(again, longer_logits) and same_tokens == longer_tokens, options
 
@@ -82,8 +84,9 @@ def test_a_hybrid_gives_the_same_bits_in_any_batch(tmp_path: Path, shape: str) -
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     found = None
-    for options in (*list(MANNERS.values())[:4], {"num_kvcache_blocks": 160}):
-        with make(folder, max_model_len=1024, **options) as llm:
+    for name in ("graphs", "eager", "chunks", "cold", "small cache"):
+        options = MANNERS[name]
+        with make(folder, **{"max_model_len": 1024, **options}) as llm:
             for others in (0, 1, 16, 100, 0):
                 logits, tokens = answer(llm, PROMPT, others)
                 if found is None:

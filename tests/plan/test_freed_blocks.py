@@ -45,7 +45,7 @@ def test_a_sequence_holds_a_window_a_chunk_and_two_blocks(
         assert parts is None or PADDING not in [block for table in seq.tables[:1] for block in table]
     assert max(held) <= most and max(held[prompt // budget + 10 :]) <= 24 // size + 2
     assert windows.groups[-1].policy.most_blocks(prompt + 400, size, budget) <= most
-    assert loop.scheduler.block_manager.usage == 0
+    assert loop.scheduler.block_manager.pool.usage == 0
 
 
 def test_a_sequence_may_be_longer_than_the_cache() -> None:

@@ -51,7 +51,9 @@ def check_any_load(draw: Any, windows: Windows | None = None, states: bool = Fal
     lost.
     """
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8]), "block_size")
+    deterministic = not states and draw(st.booleans(), "deterministic")
     loop = make_loop(
+        deterministic=deterministic,
         num_blocks=draw(st.integers(-(-8 // block_size) + (windows is not None), 24), "num_blocks"),
         block_size=block_size,
         max_num_seqs=draw(st.integers(1, 6), "max_num_seqs"),
@@ -90,7 +92,8 @@ def check_any_load(draw: Any, windows: Windows | None = None, states: bool = Fal
         else:
             seq = loop.finished[seq_id]
             assert (seq.completion_token_ids, seq.finish_reason) == (tokens, reason)
-    assert loop.scheduler.block_manager.usage == 0
+    assert loop.scheduler.block_manager.pool.usage == 0
+    assert not (deterministic and loop.scheduler.num_preemptions)
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
@@ -104,6 +107,20 @@ def test_preemption_keeps_every_token(num_blocks: int, run_ahead: bool) -> None:
         assert preemptions == [0] * 8
     elif num_blocks == 8:
         assert min(preemptions[2:]) >= 2, preemptions  # the oldest two can always take blocks from others
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("num_blocks", [64, 12, 8], ids=["ample", "tight", "minimal"])
+def test_deterministic_preempts_no_sequence(num_blocks: int, run_ahead: bool) -> None:
+    """As many run as have room for all their tokens."""
+    loop = make_loop(num_blocks=num_blocks, max_model_len=32, run_ahead=run_ahead, deterministic=True)
+    sizes: list[int] = []
+    launch = loop.device.launch
+    loop.device.launch = lambda batch: sizes.append(len(batch.seq_ids)) or launch(batch)  # type: ignore
+    prompts = [[i + 1] * 2 for i in range(8)]
+    run_all(loop, prompts, [SamplingParams(max_tokens=22, ignore_eos=True)] * 8)
+    assert loop.scheduler.num_preemptions == 0
+    assert max(sizes) == min(8, num_blocks // 6)
 
 
 def test_admissions_leave_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:

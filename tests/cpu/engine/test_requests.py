@@ -132,11 +132,11 @@ def test_parameters_of_a_row_fail_alone(model: Path, run_ahead: bool) -> None:
                 if not error:
                     assert output.error is None and output["token_ids"] == expected
             assert [len(each.token_ids) for each in outputs[8].outputs] == [2] * 3 and calls == 5 * 3
-            assert llm.is_finished() and inside.block_manager(llm).usage == 0
+            assert llm.is_finished() and inside.block_manager(llm).pool.usage == 0
             for bad, error in ((changed, ValueError), (None, TypeError), (twice, ZeroDivisionError)):
                 with pytest.raises(error):
                     list(call(prompts[:2], [six, bad]))
-                assert llm.is_finished() and inside.block_manager(llm).usage == 0
+                assert llm.is_finished() and inside.block_manager(llm).pool.usage == 0
             with pytest.raises(ValueError, match="temperature must be"):
                 list(call(prompts[:2], changed, on_error="return"))  # no row's own
 
@@ -321,7 +321,7 @@ def test_completions_are_the_same_each_time_and_beside_any_others(
         for _ in range(2):
             together = llm.generate(prompts, params, use_tqdm=False)
             assert [output.outputs for output in together] == [output.outputs for output in alone]
-        assert inside.block_manager(llm).usage == 0
+        assert inside.block_manager(llm).pool.usage == 0
         if "num_kvcache_blocks" in options:
             assert any(seq.num_preemptions for seq in llm.sequences)
             assert any(not batch.draws.all() for batch in llm.batches), "no prompt went in chunks"

@@ -147,7 +147,7 @@ def test_soak(tmp_path: Path, run_ahead: bool, monkeypatch: pytest.MonkeyPatch) 
             tracemalloc.stop()
         assert num_preempted >= 5
         assert llm.is_finished() and not inside.requests(llm) and not inside.stop_searches(llm)
-        assert inside.block_manager(llm).usage == 0
+        assert inside.block_manager(llm).pool.usage == 0
         assert held[-1] - held[0] < KEPT_BYTES, held
     assert set(ends) == {"stop", "length", "abort", "error", "refused"}, ends
 

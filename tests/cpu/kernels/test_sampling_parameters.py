@@ -75,7 +75,7 @@ def rows() -> dict[str, tuple[list[int], SamplingParams]]:
 def llm(model: Path) -> Iterator[CheckedLLM]:
     with make(model) as llm:
         yield llm
-        assert inside.block_manager(llm).usage == 0
+        assert inside.block_manager(llm).pool.usage == 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -303,7 +303,7 @@ def test_a_row_that_is_not_finite_ends_alone(
             assert completion.finish_reason == "error" and len(completion.token_ids) == 3
             assert len(completion.logprobs) == 3
             assert "logits were not finite" in output.error
-        assert inside.block_manager(llm).usage == 0
+        assert inside.block_manager(llm).pool.usage == 0
         # Other sequences now have the slots of the ended rows.
         check(llm.generate([good[1][0]], good[1][1], use_tqdm=False)[0], good[1][1])
 

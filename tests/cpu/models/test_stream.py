@@ -46,7 +46,7 @@ def llm(model: Path) -> Iterator[CheckedLLM]:
 def assert_idle(llm: CheckedLLM) -> None:
     """Check that no request is left, all blocks are free, and the engine answers."""
     assert llm.is_finished() and not inside.requests(llm)
-    assert inside.block_manager(llm).usage == 0
+    assert inside.block_manager(llm).pool.usage == 0
     check_scheduler(inside.scheduler(llm))
     [output] = llm.generate(GOOD[0], GREEDY, use_tqdm=False)
     assert len(output["token_ids"]) == 6
@@ -384,5 +384,5 @@ def test_many_requests_with_bad_rows_and_aborts(tmp_path: Path) -> None:
                 llm.abort(first + rng.randrange(len(kinds)))
         assert sorted(reasons) == list(range(count))
         assert set(reasons.values()) == {"stop", "length", "error", "abort"}
-        assert llm.is_finished() and inside.block_manager(llm).usage == 0
+        assert llm.is_finished() and inside.block_manager(llm).pool.usage == 0
         check_scheduler(inside.scheduler(llm))
