@@ -72,7 +72,7 @@ def logits_of(
     """Generate; return the logits [tokens, vocabulary] from which prompt `index`'s answer was chosen, and the
     answer.
     """
-    runner, seq_id = inside.runner(llm), inside.next_id(llm) + index  # with one completion each
+    runner, request_id = inside.runner(llm), inside.next_id(llm) + index
     steps: list[torch.Tensor] = []  # hidden states of each step
     kept: list[torch.Tensor] = []
 
@@ -90,9 +90,10 @@ def logits_of(
     @torch.inference_mode()
     def launch_recorded(batch: Batch) -> Any:
         handle = launch(batch)
-        if seq_id in batch.seq_ids and batch.draws[batch.seq_ids.index(seq_id)]:
-            logits = runner.model.compute_logits(steps[-1][: len(batch.slots)])
-            kept.append(logits[batch.seq_ids.index(seq_id)].clone())
+        for seq_id in inside.seq_ids_of(llm, request_id):
+            if seq_id in batch.seq_ids and batch.draws[batch.seq_ids.index(seq_id)]:
+                logits = runner.model.compute_logits(steps[-1][: len(batch.slots)])
+                kept.append(logits[batch.seq_ids.index(seq_id)].clone())
         return handle
 
     with pytest.MonkeyPatch.context() as patch:
