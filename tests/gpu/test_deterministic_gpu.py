@@ -28,7 +28,7 @@ MANNERS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 96},
     "cold": {"enable_prefix_caching": False, "async_scheduling": False},
     "wide_blocks": {"kvcache_block_size": 256},
-    "small cache": {"num_kvcache_blocks": 160, "max_model_len": 1024},
+    "small cache": {"num_kvcache_blocks": 160},
 }
 
 
