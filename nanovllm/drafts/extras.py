@@ -90,7 +90,7 @@ def write_masks(
     usable: dict[int, int] = {}
     for form, seq, drafts, number in forms:
         usable[seq.seq_id] = _write_ahead(form, seq, drafts, bits[number + 1 : number + 1 + len(drafts)])
-    return TokenMasks(np.array(rows, np.int64), bits, tuple(processors)), usable
+    return TokenMasks(np.array(rows, np.int64), np.arange(len(rows)), bits, tuple(processors)), usable
 
 
 def _with(seq: Sequence, drafts: list[int]) -> list[int]:

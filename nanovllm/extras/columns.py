@@ -92,12 +92,14 @@ LogitsProcessor = Callable[..., Any]  # as in SamplingParams
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMasks:
     """The allowed tokens of the M sequences of a step that have rules; made once previous tokens are known.
+    Sequences with equal rules and outputs share a mask.
 
     processors: (row of the step, function, prompt ids, output ids) for each logits processor.
     """
 
     rows: np.ndarray  # [M] int64, of the step's sequences
-    bits: np.ndarray  # [M, ceil(vocabulary / 32)] int32; bit i % 32 of word i // 32: token i is allowed
+    masks: np.ndarray  # [M] int64, the row of `bits` of each
+    bits: np.ndarray  # [U, ceil(vocabulary / 32)] int32; bit i % 32 of word i // 32: token i is allowed
     processors: tuple[tuple[int, LogitsProcessor, list[int], list[int]], ...] = ()
 
 

@@ -25,7 +25,15 @@ from nanovllm.extras.columns import (
     TokenMasks,
     WantedTokens,
 )
-from nanovllm.extras.token_rules import Grammar, Rule, RuledRow, make_rules, only_budget, restrict_all
+from nanovllm.extras.token_rules import (
+    Grammar,
+    Rule,
+    RuledRow,
+    make_rules,
+    only_budget,
+    only_grammar,
+    restrict_all,
+)
 from nanovllm.plan.sequence import Sequence
 from nanovllm.reasoning.budget import ThinkingBudget
 from nanovllm.text.prompts import Request
@@ -227,15 +235,31 @@ def masks_of(batch: Batch, seqs: dict[int, Sequence], buffer: np.ndarray) -> Tok
         for row, seq in seqs.items()
         if batch.draws[row] and seq.extras is not None and seq.extras.has_rules
     ]
-    ruled = [(row, seq, extras.rules) for row, seq, extras in rows if extras.rules]
+    ruled: list[RuledRow] = []  # one for each mask
+    places: list[tuple[int, int]] = []  # rows, and their masks
+    known: dict[object, tuple[int, Grammar]] = {}  # masks, and whose they are, by what they depend on
+    shared: list[tuple[Grammar, Grammar]] = []  # those that take the mask of another sequence, and that one
+    for row, seq, extras in rows:
+        if not extras.rules:
+            continue
+        number, grammar = len(ruled), only_grammar(extras.rules)
+        state = None if grammar is None else grammar.state(seq.output_ids)
+        if grammar is not None and state in known:
+            number, first = known[state]
+            shared.append((grammar, first))
+        else:
+            ruled.append(RuledRow(number, extras.rules, seq.output_ids, 0))
+            if grammar is not None and state is not None:
+                known[state] = number, grammar
+        places.append((row, number))
     bits = buffer[: len(ruled)]
     if ruled:
-        restrict_all(
-            [RuledRow(number, rules, seq.output_ids, 0) for number, (_, seq, rules) in enumerate(ruled)],
-            bits,
-        )
+        restrict_all(ruled, bits)
+    for grammar, first in shared:
+        grammar.take_end(first)
     return TokenMasks(
-        np.array([row for row, _, _ in ruled], np.int64),
+        np.array([row for row, _ in places], np.int64),
+        np.array([number for _, number in places], np.int64),
         bits,
         tuple(
             (row, function, seq.prompt_ids[: seq.num_prompt_tokens].tolist(), seq.completion_token_ids)

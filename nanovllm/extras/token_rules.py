@@ -6,6 +6,7 @@ A rule belongs to one sequence. Knows neither text nor logits; the device applie
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 _ALL_TOKENS = -1  # a word of bits that allows all of its 32 tokens
+_SHARED_TOKENS = 32  # the longest outputs that are looked at for equal ones
 
 
 class _TokenRule(Protocol):
@@ -46,6 +48,9 @@ class TokenSet:
 
     def take_from(self, bits: np.ndarray) -> None:
         bits[self._words] &= ~self._bits
+
+
+_token_set = lru_cache(64)(TokenSet)  # of frozen sets, as of the tokens that end outputs
 
 
 class AllowedTokens:
@@ -137,7 +142,8 @@ class Grammar:
         self._gate = gate
         self._matchers = matchers
         self._matcher: LLMatcher | None = None  # created when the sequence begins
-        self._stops = TokenSet(stop_ids)
+        self._stop_ids = frozenset(stop_ids)
+        self._stops = _token_set(self._stop_ids)
         self._num_consumed = 0
         self._may_end = False
         self.dead_end: str | None = None  # why no token may follow: llguidance's message, or ""
@@ -221,6 +227,18 @@ class Grammar:
         elif not bits.any():
             self.dead_end = ""
 
+    def state(self, token_ids: Sequence[int]) -> object:
+        """What the mask after an output depends on; None if it is unlikely that another output has the same.
+        Masks of equal states are equal."""
+        if self._gate is not None or len(token_ids) > _SHARED_TOKENS:
+            return None
+        return self._matchers, self._stop_ids, tuple(token_ids)
+
+    def take_end(self, other: Grammar) -> None:
+        """After `complete` of another one in the same state, whose mask this one takes. Its matcher consumes
+        the tokens later, if it ever has to."""
+        self._may_end, self.dead_end = other._may_end, other.dead_end
+
     def end(self, bits: np.ndarray) -> None:
         """If the text may end and other rules left no token, allow the stop tokens."""
         if self._may_end and not bits.any():
@@ -303,3 +321,9 @@ def only_budget(rules: Sequence[Rule]) -> ThinkingBudget | None:
     """The budget of a sequence that has no other rule: it says from which token on it acts."""
     [rule] = rules if len(rules) == 1 else [None]
     return rule if isinstance(rule, ThinkingBudget) else None
+
+
+def only_grammar(rules: Sequence[Rule]) -> Grammar | None:
+    """The grammar of a sequence that has no other rule."""
+    [rule] = rules if len(rules) == 1 else [None]
+    return rule if isinstance(rule, Grammar) else None
