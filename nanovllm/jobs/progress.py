@@ -183,6 +183,11 @@ class JobProgress:
             self._minute.popleft()
 
     @property
+    def rows_open(self) -> int:
+        """The rows that this run has read and that have no line yet."""
+        return self.rows_taken - (self.finished - self._before)
+
+    @property
     def seconds(self) -> float:
         return self._clock() - self._start
 
@@ -272,6 +277,7 @@ class History:
 
     A run that ends by `kill -9` leaves those of its last save. The numbers of answers and of their tokens
     come from the output, so each answer counts once; with `by_rows` also where a row takes several requests.
+    Requests that the end of a run gave up count as unfinished.
     marks: where the job was resumed, in seconds of its runs, without the time between them.
     """
 
@@ -281,10 +287,10 @@ class History:
         output: Output,
         clock: Callable[[], float] = monotonic,
         *,
-        by_rows: bool = False,
+        by_rows: Callable[[], int] | None = None,
     ) -> None:
-        """Read the statistics of earlier runs, if the output has lines of one. by_rows: whether a request is
-        a row, and not what the engine gets for it."""
+        """Read the statistics of earlier runs, if the output has lines of one. by_rows: the rows without a
+        line, so far as they are known, if a request is a row, and not what the engine gets for it."""
         self._journal, self._output, self._clock, self._by_rows = journal, output, clock, by_rows
         self._due = clock() + _SAVE_SECONDS
         found = journal.state.get("statistics") if output.finished or output.num_dropped else None
@@ -296,11 +302,13 @@ class History:
     def whole(self, stats: EngineStats) -> EngineStats:
         """The statistics of all runs; `stats` are those of this one. Its time axis leaves out pauses."""
         output, before = self._output, self._before
-        if before is None and not self.marks and not self._by_rows:
-            return stats
+        left = stats.num_requests - stats.num_finished_requests if self._by_rows is None else self._by_rows()
+        if before is None and not self.marks and self._by_rows is None:
+            return stats if left == stats.num_unfinished_requests else replace(stats, num_unfinished_requests=left)
         stats = replace(
             stats,
-            num_requests=output.num_requests + stats.num_unfinished_requests,
+            num_requests=output.num_requests + left,
+            num_unfinished_requests=left,
             num_finished_requests=output.num_requests,
             num_prompt_tokens=output.prompt_tokens,
             num_output_tokens=output.output_tokens,

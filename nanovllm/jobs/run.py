@@ -189,7 +189,8 @@ def _answer(
         with closing(llm):
             _keep_length(journal, runner, llm.model_config.max_model_len)
             signals.check()
-            history = History(journal, runner.output, by_rows=args.choice is not None)
+            by_rows = None if args.choice is None else lambda: runner.rows_left
+            history = History(journal, runner.output, by_rows=by_rows)
 
             def on_step(step: StepStats) -> None:
                 signals.check()
@@ -269,10 +270,11 @@ def _reported(runner: JobRunner, llm: Any, history: History, params: SamplingPar
             facts = {
                 "Input": ", ".join(str(part.path) for part in runner.source.parts[:_SHOWN_FILES]),
                 "Output": output_name(runner.args),
+                "Rows": runner.rows(),
                 "Error rows": output.num_errors,
             }
             if runner.args.choice is not None:
-                facts["Rows"] = (
+                facts["Requests"] = (
                     "a request is a row, whose prompt is read once, and from the prefix cache again for each "
                     "further token of a choice"
                 )

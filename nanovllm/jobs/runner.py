@@ -88,6 +88,20 @@ class JobRunner:
                 yield row
         self.num_rows = num_rows
 
+    @property
+    def rows_left(self) -> int:
+        """The rows without a line; those that were read if nobody knows how many rows there are."""
+        known = self.source.num_rows
+        return self.progress.rows_open if known is None else known - len(self.output.finished)
+
+    def rows(self) -> str:
+        """How many rows the job has, and how many have a line, as text."""
+        done, left, errors = len(self.output.finished), self.rows_left, self.output.num_errors
+        finished = f"{done:,} finished, {errors:,} of them with an error"
+        if self.num_rows is None and self.source.num_rows is None:
+            return f"{finished}; at least {left:,} unfinished: the input was not read to its end"
+        return f"{done + left:,}: {finished}; {left:,} unfinished"
+
     def check_errors(self) -> None:
         """Raise JobFailedError if there are more error rows than `--max-errors`."""
         most = self.args.max_errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +94,49 @@ def test_the_report_of_a_resumed_job_has_the_totals_of_an_unbroken_one(tmp_path:
         marks = [each for each in chart.iter(f"{SVG}path") if each.get("class") == "mark"]
         assert len(marks) == (0 if "lengths" in title else 2), named(chart, "title")
     assert int(totals["Prompt tokens computed"].replace(",", "")) > 0
+
+
+def whole_numbers(totals: dict[str, str]) -> list[int]:
+    """Requests, those finished and those unfinished."""
+    names = ("Requests", "Requests finished", "Requests unfinished")
+    return [int(totals[name].replace(",", "")) for name in names]
+
+
+@pytest.mark.parametrize("kind", ["n", "choices", "embeddings", "long"])
+def test_the_report_of_a_broken_job_counts_rows(tmp_path: Path, kind: str) -> None:
+    """A row takes several answers, several requests one after the other, or several at once; and an input of
+    which only the first rows were read."""
+    number = 200 if kind == "long" else 9
+    lines: list[dict[str, Any]] = [{"prompt": f"What is {index} + 3?"} for index in range(number)]
+    more: tuple[Any, ...] = ("--sampling", "temperature=1,n=3,max_tokens=4", "--window", 16)
+    if kind == "choices":
+        more = ("--choice", "4,12 or more")
+    elif kind == "embeddings":
+        kinds = [("completions", each | {"n": 2}) for each in lines[:6]]
+        kinds = [("embeddings", {"input": ["a b", "c"]})] * 3 + kinds
+        lines = [{"custom_id": "r", "url": f"/v1/{name}", "body": body} for name, body in kinds]
+        more = ("--ordered",)
+    source, page, out = write_rows(tmp_path / "in.jsonl", lines), tmp_path / "r.html", tmp_path / "out.jsonl"
+    argv = (source, "-o", out, *more, "--device", "cpu", "--max-num-seqs", 2)
+    argv += ("--num-kvcache-blocks", 99, "--report", page)
+    stopped = Stopped(5, 1, how=interrupt)
+    for resumed in (False, True):
+        assert run(*argv, make_llm=stopped) == 130
+        totals, about, _ = page_of(page)
+        done = len(out.read_text().splitlines())
+        finished = f"{done} finished, 0 of them with an error"
+        left = f"9: {finished}; {9 - done} unfinished"
+        if kind == "long":
+            left = f"{finished}; at least # unfinished: the input was not read to its end"
+        assert re.sub(r"at least \d+", "at least #", about["Rows"]) == left
+        requests = whole_numbers(totals)
+        assert requests[0] == requests[1] + requests[2]
+        if kind == "choices":  # a request is a row
+            assert requests == [9, done, 9 - done] and about["Requests"].startswith("a request is a row")
+        if resumed and kind != "embeddings":
+            assert requests[1] == done
+        assert ("Requests" in about) == (kind == "choices")
+    assert done > 0 or kind == "choices"
 
 
 def test_a_run_without_a_last_word_leaves_what_was_saved(tmp_path: Path) -> None:
