@@ -210,7 +210,7 @@ class Config:
         'A name that is not known, and `"auto"` where the template shows no marks; with '
         "`skip_tokenizer_init=True`.", also={"": None})
     tool_parser: str | None = option(None, 'The same of tool calls, such as `"hermes"`.',
-        "The same; `\"openai\"` without gpt-oss's `reasoning_parser`.")
+        "The same; `\"openai\"` without gpt-oss's `reasoning_parser`, `\"muse_glimmer\"` without its own.")
     # fmt: on
 
     @classmethod

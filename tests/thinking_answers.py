@@ -42,7 +42,7 @@ def tokenizer_of(name: str, kind: str = "own") -> PreTrainedTokenizerFast:
     """Its turns are tokens in any case."""
     family, tokenizer = FAMILIES[name], make_tokenizer("byte_level")
     thinking = {*THINK, "<|channel>", "<channel|>"} | {mark for mark in family.marks if "tool_call" in mark}
-    thinking |= set(family.marks) if family.reasoning == "openai_gptoss" else set()
+    thinking |= set(family.marks) if family.in_messages else set()
     marks = [each for each in family.marks if kind != "text" or each not in thinking]
     tokenizer.add_tokens(
         [AddedToken(mark, special=family.special or kind == "special", normalized=False) for mark in marks]

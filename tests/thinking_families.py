@@ -20,6 +20,7 @@ from thinking_templates import (
     HARMONY,
     HERMES,
     MINIMAX,
+    MUSE,
     past,
     say,
     switched,
@@ -53,6 +54,11 @@ class Family:
     switch: str | None = "enable_thinking"
     efforts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     thought: str | None = "reasoning_content"
+
+    @property
+    def in_messages(self) -> bool:
+        """Whether thinking, text and calls are messages of their own."""
+        return self.reasoning in ("openai_gptoss", "muse_glimmer")
 
     def thinking(self, thought: str, text: str, is_open: bool) -> str:
         """An answer. is_open: whether its prompt has opened the thinking."""
@@ -196,6 +202,38 @@ FAMILIES: dict[str, Family] = {
         switch=None,
         efforts={word: {"reasoning_effort": word} for word in ("low", "medium", "high")},
         thought="thinking",
+    ),
+    "muse_glimmer": Family(
+        template(
+            user="<|start|>ROLE<|message|>",
+            close="<|eot|>",
+            assistant="<|start|>assistant",
+            turn="",
+            head=say("<|start|>system<|message|>Reasoning strength: ")
+            + "{{ reasoning_strength | default('high') }}"
+            + say(".<|eot|>"),
+            opening="",
+            calls=MUSE,
+            thought=past("<|start|>assistant to=self<|message|>", "<|eom|>"),
+            result=say("<|start|>tool ")
+            + "{{ m.name }}"
+            + say('<|message|><tool_output name="')
+            + "{{ m.name }}"
+            + say('">\n'),
+            end=say("\n</tool_output><|eot|>"),
+        ).replace(
+            "{{ m.content or '' }}",
+            "{% if not m.tool_calls %}"
+            + say("<|start|>assistant to=user<|message|>")
+            + "{{ m.content or '' }}{% endif %}",
+        ),
+        *("muse_glimmer", "muse_glimmer", ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")),
+        special=True,
+        begins=" to=self<|message|>",
+        ends="<|eom|><|start|>assistant to=user<|message|>",
+        switch=None,
+        opens=(False, None, None, False),
+        efforts={word: {"reasoning_strength": word} for word in ("low", "medium", "high", "xhigh")},
     ),
     "glm_4_5": Family(
         template(

@@ -109,6 +109,18 @@ MINIMAX = (
     + "{% endif %}"
     + say("</invoke>\n</minimax:tool_call>")
 )
+MUSE = (
+    say("<|start|>assistant to=")
+    + "{{ n }}"
+    + say('<|message|><atem:function_calls>\n<atem:invoke name="')
+    + "{{ n }}"
+    + say('">\n')
+    + each(say('<atem:parameter name="') + "{{ k }}" + say('">') + "{{ v }}" + say("</atem:parameter>\n"))
+    + say("</atem:invoke>\n</atem:function_calls>")
+    + "{% if not loop.last %}"
+    + say("<|eom|>")
+    + "{% endif %}"
+)
 GEMMA = (
     say("<|tool_call>call:")
     + "{{ n }}"

@@ -304,7 +304,8 @@ class History:
         output, before = self._output, self._before
         left = stats.num_requests - stats.num_finished_requests if self._by_rows is None else self._by_rows()
         if before is None and not self.marks and self._by_rows is None:
-            return stats if left == stats.num_unfinished_requests else replace(stats, num_unfinished_requests=left)
+            same = left == stats.num_unfinished_requests
+            return stats if same else replace(stats, num_unfinished_requests=left)
         stats = replace(
             stats,
             num_requests=output.num_requests + left,

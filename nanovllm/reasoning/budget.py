@@ -45,8 +45,7 @@ def budget_marks(family: Thinking | Channels, vocabulary: Vocabulary) -> BudgetM
         )
     encode = vocabulary.encode
     if isinstance(family, Channels):
-        start = encode(f"{family.channel}{family.thinking}{family.body}")
-        closing = encode(f"{ends[0]}{family.begin}assistant{family.channel}final{family.body}")
+        start, closing = encode(family.thought), encode(f"{ends[0]}{family.begin}assistant{family.text}")
         return BudgetMarks(start, frozenset(ids[end] for end in ends if end in ids), frozenset(), closing)
     calls = frozenset(ids[call.mark] for call in family.calls if call.mark in ids)
     closing = encode(family.end if family.label else f"\n{family.end}\n\n")

@@ -53,8 +53,8 @@ class ThinkingGate:
 def gate_of(family: Thinking | Channels, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> GateArguments:
     """The arguments of the gate of an answer to a prompt. ValueError if the marks are no single tokens."""
     ids = {str(mark): token_id for token_id, mark in vocabulary.mark_of.items()}
-    needed = (family.channel, family.body) if isinstance(family, Channels) else (family.start, family.end)
-    if missing := [mark for mark in needed if mark not in ids]:
+    needed = (family.start, family.end) if isinstance(family, Thinking) else (family.channel, family.body)
+    if missing := [mark for mark in needed if mark and mark not in ids]:
         raise ValueError(
             "structured_outputs behind the thinking need marks that are one token, and this tokenizer has no "
             f"token {missing[0]!r}; leave out reasoning_parser, or turn thinking off"
@@ -62,7 +62,7 @@ def gate_of(family: Thinking | Channels, vocabulary: Vocabulary, prompt_ids: Seq
     splits = begin(family, vocabulary, prompt_ids)
     if isinstance(family, Channels):
         is_text = splits.is_text
-        return vocabulary.encode(f"{family.channel}final{family.body}"), (), not is_text
+        return vocabulary.encode(family.text), (), not is_text
     start = ids[family.start]
     ways = {(start,), (*vocabulary.encode(family.lead), start)}
     return (ids[family.end],), () if splits.is_text else tuple(sorted(ways)), splits.is_open

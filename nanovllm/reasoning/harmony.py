@@ -1,6 +1,7 @@
-"""Harmony: separates an answer of gpt-oss, which is a list of messages in channels. Knows no token.
+"""Harmony: separates an answer of gpt-oss or Muse Glimmer, which is a list of messages. Knows no token.
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
+ to=self<|message|>...<|eom|><|start|>assistant to=user<|message|>...<|eot|>
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from nanovllm.reasoning.marks import Channels, Mark
 from nanovllm.reasoning.splitter import Split, first_of, num_held
 
 _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
+_BARE = re.compile(r"\sto=[^\s<]+$")  # a header behind a message without an end
+_MAY_BE_BARE = re.compile(r"\s(?:to?|to=[^\s<]*)?$")
 
 
 class Harmony:
-    """`Splits` of harmony. Messages in the channel analysis are thinking; others are text. A message to a
-    recipient is a tool call: it stays in the text with its marks, for a parser of calls.
+    """`Splits` of harmony. Messages in the channel analysis, or to the model itself, are thinking; others are
+    text. A message to another recipient is a tool call: it stays in the text with its marks, for a parser of
+    calls.
 
     Two messages of one part are joined by a newline. A header that is cut off is dropped. An answer that does
-    not begin with a header is text.
+    not begin with a header is text. Where headers name readers, one may follow a message that has no end.
     """
 
     def __init__(self, marks: Channels, prompt: str, searched: Iterable[str]) -> None:
@@ -36,7 +40,8 @@ class Harmony:
         self._drain(final=True)
         self._clear()
         self._searched &= frozenset(searched)
-        self._begins = "" if self._header is not None and marks.channel not in self._header else None
+        seen = marks.channel or "to="
+        self._begins = "" if self._header is not None and seen not in self._header else None
 
     def _clear(self) -> None:
         self._out: dict[bool, list[str]] = {True: [], False: []}
@@ -56,7 +61,7 @@ class Harmony:
 
     def feed(self, piece: str) -> Split:
         if isinstance(piece, Mark):
-            self._drain(final=True)
+            self._drain(final=True, before=piece)
             self._mark(piece)
         else:
             self._held += piece
@@ -75,18 +80,31 @@ class Harmony:
         self._out = {True: [], False: []}
         return found
 
-    def _drain(self, final: bool) -> None:
-        """Process the held text; unless `final`, all but an end that may begin a mark."""
+    def _drain(self, final: bool, before: str = "") -> None:
+        """Process the held text; unless `final`, all but an end that may begin a mark or a header. before:
+        the mark behind it."""
         while self._held:
             at, mark = first_of(self._held, self._searched)
             if mark is None:
                 end = len(self._held) - (0 if final else num_held(self._held, self._searched))
+                if not final and self._marks.readers and self._part is not None:
+                    found = _MAY_BE_BARE.search(self._held[:end])
+                    end = end if found is None else found.start()
                 new, self._held = self._held[:end], self._held[end:]
-                self._text(new)
+                self._text(self._without_header(new, before))
                 return
             new, self._held = self._held[:at], self._held[at + len(mark) :]
-            self._text(new)
+            self._text(self._without_header(new, mark))
             self._mark(mark)
+
+    def _without_header(self, new: str, mark: str) -> str:
+        """The text of a message before a mark; a header at its end is taken as the next message's."""
+        found = _BARE.search(new) if mark == self._marks.body and self._marks.readers else None
+        if found is None or self._part is None:
+            return new
+        self._text(new[: found.start()])
+        self._header, self._part = found[0], None
+        return ""
 
     def _mark(self, mark: str) -> None:
         marks, self._begins, self._space = self._marks, None, ""
@@ -105,9 +123,14 @@ class Harmony:
 
     def _begin_body(self, header: str) -> None:
         marks = self._marks
-        recipient = _RECIPIENT.search(header.replace(marks.channel, " "))
-        channel = re.match(r"\s*\w*", header.partition(marks.channel)[2])
-        name = channel[0].strip() if channel else ""
+        found = _RECIPIENT.search(header.replace(marks.channel, " ") if marks.channel else header)
+        recipient, name, lead = None if found is None else found[1], "", f"{marks.begin}assistant"
+        if marks.channel:
+            channel = re.match(r"\s*\w*", header.partition(marks.channel)[2])
+            name = channel[0].strip() if channel else ""
+            lead = f"{marks.channel}{name}"
+        elif recipient in marks.readers:
+            name, recipient = recipient or "", None
         self._is_call = recipient is not None
         self._part = name == marks.thinking and recipient is None
         self._header = None
@@ -115,7 +138,7 @@ class Harmony:
             self._out[self._part].append("\n")
         self._has[self._part] = True
         if recipient is not None:
-            self._out[False].append(f"{marks.channel}{name} to={recipient[1]}{marks.body}")
+            self._out[False].append(f"{lead} to={recipient}{marks.body}")
 
     def _text(self, new: str) -> None:
         if self._begins is not None:

@@ -41,7 +41,13 @@ class Thinking:
 
 @dataclass(frozen=True)
 class Channels:
-    """Marks of harmony: an answer is a list of messages, each in a channel."""
+    """Marks of harmony: an answer is a list of messages, each with a header, which names a channel or who
+    reads the message.
+
+    ends: the first one ends a message behind which the answer goes on. thinking: the channel, or the reader,
+    of thinking. thought, text: headers of thinking and of text, behind the role. readers: those that are no
+    tools.
+    """
 
     begin: str = "<|start|>"
     channel: str = "<|channel|>"
@@ -49,12 +55,22 @@ class Channels:
     body: str = "<|message|>"
     ends: tuple[str, ...] = ("<|end|>", "<|return|>", "<|call|>")
     thinking: str = "analysis"
+    thought: str = "<|channel|>analysis<|message|>"
+    text: str = "<|channel|>final<|message|>"
+    readers: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return self.begin, self.channel, self.constrain, self.body, *self.ends
+        return (*filter(None, (self.begin, self.channel, self.constrain, self.body)), *self.ends)
 
 
+_MUSE = Channels(
+    *("<|start|>", "", "", "<|message|>", ("<|eom|>", "<|eot|>")),
+    thinking="self",
+    thought=" to=self<|message|>",
+    text=" to=user<|message|>",
+    readers=("self", "user"),
+)
 _FUNCTION_CALL = (CallMark("<tool_call>", "<function="),)
 _KIMI_CALL = (CallMark("<|tool_calls_section_begin|>", ""),)
 
@@ -64,6 +80,7 @@ REASONING: dict[str, Thinking | Channels] = {
     "deepseek_r1": Thinking(),
     "deepseek_v3": Thinking(),
     "openai_gptoss": Channels(),
+    "muse_glimmer": _MUSE,
     "glm45": Thinking(calls=(CallMark("<tool_call>", ""),), lead="\n"),
     "smollm3": Thinking(),
     "nemotron_v3": Thinking(calls=_FUNCTION_CALL),

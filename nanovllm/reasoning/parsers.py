@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# Calls of these forms are messages, which a reasoning parser finds.
+_NEEDED = {"openai": "openai_gptoss", "muse_glimmer": "muse_glimmer"}
+
+
 class Parsed(NamedTuple):
     """An answer in parts. reasoning: None without a reasoning parser. tool_calls, errors: as of `ToolCalls`;
     None without a tool parser. num_reasoning_tokens: the tokens within the thinking, with its marks."""
@@ -76,8 +80,9 @@ class AnswerParsers:
             marks |= marks_of(self.family)
         if tool_parser is not None:
             name = find_tool_format(tool_parser, template)
-            if name == "openai" and not isinstance(self.family, Channels):
-                raise ValueError("tool_parser='openai' needs reasoning_parser='openai_gptoss' or 'auto', too")
+            needed = _NEEDED.get(name)
+            if needed is not None and self.family is not REASONING[needed]:
+                raise ValueError(f"tool_parser={name!r} needs reasoning_parser={needed!r} or 'auto', too")
             self._form = TOOL_CALLS[name]
         self.vocabulary = Vocabulary(tokenizer, marks, () if self._form is None else self._form.marks)
 

@@ -16,6 +16,7 @@ _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of a messa
 _SWITCHES = ("enable_thinking", "thinking")  # variables that are true or false
 _FLAGS = {"low_effort": "low", "medium_effort": "medium"}  # variables that are true at one effort
 _HARMONY_EFFORTS = ("low", "medium", "high")  # the model's; its template prints any word
+_STRENGTHS = (*_HARMONY_EFFORTS, "xhigh")  # the same of Muse Glimmer
 
 
 class Read(NamedTuple):
@@ -104,6 +105,7 @@ class _Sign(NamedTuple):
 # The first that is in a template counts.
 _REASONING_SIGNS = (
     _Sign("openai_gptoss", ("<|channel|>", "<|message|>", "analysis")),
+    _Sign("muse_glimmer", ("<|message|>", "<|eom|>", "to=")),
     _Sign("gemma4", ("<|channel>", "<channel|>")),
     _Sign("seed_oss", ("<seed:think>", "</seed:think>")),
     _Sign("mistral", ("[THINK]", "[/THINK]")),
@@ -122,6 +124,7 @@ _REASONING_SIGNS = (
 )
 _TOOL_SIGNS = (
     _Sign("openai", ("<|channel|>", "<|message|>", "functions.")),
+    _Sign("muse_glimmer", ("<atem:invoke",)),
     _Sign("gemma4", ("<|tool_call>call:",)),
     _Sign("minimax_m2", ("<minimax:tool_call>",)),
     _Sign("seed_oss", ("<seed:tool_call>",)),
@@ -203,6 +206,10 @@ def _effort(effort: str, read: Read, template: str) -> dict[str, Any]:
         words = _HARMONY_EFFORTS if is_harmony else read.efforts
         if not words or effort in words:
             return {"reasoning_effort": effort}
+    elif "reasoning_strength" in read.variables:
+        words = _STRENGTHS
+        if effort in words:
+            return {"reasoning_strength": effort}
     elif flags:
         words = (*flags, "high")
         if effort in words:

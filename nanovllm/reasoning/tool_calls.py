@@ -43,7 +43,9 @@ def parse_tool_calls(
             errors.append(f"a tool call at character {call.start} does not parse: {call.error}")
             continue
         kept.append(text[at : call.start])
-        at = call.end
+        at, half = call.end, call.name.partition(".")[0]
+        if call.name not in schemas and half in schemas and call.name == f"{half}.{half}":
+            call = call._replace(name=half)  # of a tool that is a namespace of its own
         calls.append(_in_openais_form(call, schemas.get(call.name, {}), f"{salt}/{len(calls)}/{text}"))
     kept.append(text[at:])
     if calls:

@@ -206,6 +206,41 @@ _FUNCTION_TAGS = TaggedCalls(
     close=r"</function>(?:\s*</tool_call>)?",
     trims=True,
 )
+
+
+@dataclass(frozen=True)
+class MuseCalls:
+    """Calls of Muse Glimmer: tags in a message to a tool, whose header stands in the text. The same tags in a
+    message to the user are a quotation."""
+
+    opens: tuple[str, ...] = ("<|start|>",)
+    more_marks: tuple[str, ...] = ("<|message|>", "<|eom|>", "<|eot|>")
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.opens + self.more_marks
+
+    def calls(self, text: str) -> Iterator[Call]:
+        heads = list(re.finditer(r"<\|start\|>assistant to=([^\s<]+)<\|message\|>", text))
+        for number, match in enumerate(heads, 1):
+            limit = heads[number].start() if number < len(heads) else len(text)
+            closed = re.compile(r"</atem:function_calls>\s*<\|eo[mt]\|>").search(text, match.end(), limit)
+            start, body = match.start(), text[match.end() : limit if closed is None else closed.end()]
+            for call in _ATEM_TAGS.calls(body):
+                yield call._replace(start=start, end=match.end() + call.end)
+                start = match.end() + call.end
+            if start == match.start():
+                yield Call(start, match.end(), match[1], None, error="its message has no call")
+
+
+_ATEM_TAGS = TaggedCalls(
+    opens=("<atem:function_calls>",),
+    head=r'<atem:invoke name="(?P<name>[^"]+)"\s*>',
+    key=r'<atem:parameter name="(?P<key>[^"]+)"[^>]*>',
+    close_value="</atem:parameter>",
+    close="</atem:invoke>",
+    noise=r"</atem:function_calls>|<\|eo[mt]\|>",
+)
 _FENCED = r"```json\s*\n"
 _DEEPSEEK_MARKS = (
     *("<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
@@ -270,4 +305,5 @@ TOOL_CALLS: dict[str, Format] = {
         r"<\|call\|>|<\|end\|>|<\|return\|>",
     ),
     "gemma4": GemmaCalls(),
+    "muse_glimmer": MuseCalls(),
 }

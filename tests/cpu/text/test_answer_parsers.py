@@ -133,6 +133,10 @@ def test_without_a_reasoning_parser_calls_are_found(kind: str) -> None:
     assert [call["function"]["name"] for call in found.tool_calls or ()] == ["f"]
     with pytest.raises(ValueError, match="tool_parser='openai' needs reasoning_parser='openai_gptoss'"):
         AnswerParsers(tokenizer, None, "openai")
+    needed = "tool_parser='muse_glimmer' needs reasoning_parser='muse_glimmer' or 'auto', too"
+    for other in (None, "openai_gptoss"):
+        with pytest.raises(ValueError, match=needed):
+            AnswerParsers(tokenizer, other, "muse_glimmer")
 
 
 def test_tokens_of_the_thinking_are_counted_with_its_marks() -> None:

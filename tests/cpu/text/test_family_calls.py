@@ -42,7 +42,8 @@ def process() -> Iterator[TemplateProcess]:
 def call_of(name: str, arguments: Any) -> str:
     """A call as a model writes it."""
     text = WRITERS[FAMILIES[name].calls]("get_weather", arguments)
-    return text if name != "gpt_oss" else f"<|end|><|start|>assistant{text}"
+    ends = {"gpt_oss": "<|end|><|start|>assistant", "muse_glimmer": "<|eom|>"}  # of the message before
+    return ends.get(name, "") + text
 
 
 @pytest.mark.parametrize(("name", "kind"), product(FAMILIES, KINDS))
@@ -88,7 +89,7 @@ def test_calls_that_begin_within_the_thinking(process: TemplateProcess, name: st
     family = FAMILIES[name]
     known = REASONING[family.reasoning or ""]
     call = WRITERS[family.calls]("get_weather", CITY)
-    if name == "gpt_oss":
+    if family.in_messages:
         return  # its calls are messages of their own
     assert isinstance(known, marks.Thinking)
     ends = any(call.startswith(each.mark) and each.follows in call for each in known.calls)
@@ -102,6 +103,22 @@ def test_calls_that_begin_within_the_thinking(process: TemplateProcess, name: st
         assert (found.reasoning or "").strip() == ("hm" if ends else f"hm\n{call}")
         found = parse(name, prompt, f"{begins}hm\n{call}{family.ends}Yes")
         assert (found.tool_calls, found.text) == ([], "Yes") and call in (found.reasoning or "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_of_muse_glimmer_without_its_end(process: TemplateProcess, kind: str) -> None:
+    """The model goes from its thinking to a call by a header alone; white space stays in the thinking where
+    no header follows."""
+    prompt, call = prompt_of(process, "muse_glimmer", kind=kind), WRITERS["muse_glimmer"]("get_weather", CITY)
+    header = call.removeprefix("<|start|>assistant")
+    for thought in ("hm", "go to=x or to \n", ""):
+        found = parse("muse_glimmer", prompt, f" to=self<|message|>{thought}{header}", kind=kind)
+        assert (found.reasoning, found.text, len(found.tool_calls or ())) == (thought, "", 1)
+    found = parse("muse_glimmer", prompt, " to=self<|message|>go to=x or to ", kind=kind)
+    assert (found.reasoning, found.text) == ("go to=x or to ", "")
+    text = "<|message|>I say to=x<|eom|><|start|>assistant<|message|>so"
+    found = parse("muse_glimmer", prompt, text, kind=kind)
+    assert (found.reasoning, found.text) == ("", "I say to=x\nso"), "messages to nobody are text"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -130,7 +147,7 @@ def test_past_thinking_from_any_field(process: TemplateProcess, name: str) -> No
     }
     [text] = texts
     assert text.count("Zorbit") == (family.thought is not None)
-    if family.thought is not None and family.reasoning != "openai_gptoss":
+    if family.thought is not None and not family.in_messages:
         parsers = replace(family)
         assert f"Zorbit{parsers.ends.rstrip()}" in text
 
@@ -144,7 +161,7 @@ def test_an_answer_goes_back_as_a_message(process: TemplateProcess, name: str) -
     prompt = prompt_of(process, name, tools=TOOLS, **options)
     has_begun = family.reasoning is not None and is_open(name, prompt)
     text = call_of(name, CITY)
-    if name == "gpt_oss":
+    if family.in_messages:
         text = f"{family.begins}Zorbit{text}"
     elif family.reasoning is not None:
         text = family.thinking("Zorbit", text, has_begun)

@@ -37,6 +37,7 @@ NEMOTRON = QWEN3_5 + "{% set x = truncate_history_thinking %}{% set low_effort =
 GPT_OSS = "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}" + (
     "{{ '<|start|>' + message['thinking'] + 'functions.' }}<|channel|>analysis<|message|>"
 )
+MUSE = "<|start|>assistant to=self<|message|>{{ reasoning_strength }}<|eom|><atem:invoke name="
 GLM = "{{ '/nothink' if enable_thinking is defined and not enable_thinking }}<think></think><arg_key>"
 SMOLLM3 = "{% set on = enable_thinking | default(true) %}{{ xml_tools }}<think>\n\n</think><tool_call>"
 MINIMAX = "<minimax:tool_call>{{ '<think>\\n' }}</think>"
@@ -54,6 +55,7 @@ FOUND = {
     QWEN3_8: ("qwen3", "qwen3_coder"),
     NEMOTRON: ("nemotron_v3", "qwen3_coder"),
     GPT_OSS: ("openai_gptoss", "openai"),
+    MUSE: ("muse_glimmer", "muse_glimmer"),
     GLM: ("glm45", "glm45"),
     SMOLLM3: ("smollm3", "hermes"),
     MINIMAX: ("minimax_m2", "minimax_m2"),

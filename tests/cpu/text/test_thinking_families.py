@@ -122,7 +122,7 @@ def test_whole_answers_and_token_by_token(process: TemplateProcess, name: str, k
                 family.ends.lstrip("\n").removeprefix("</think>") if "think>" in family.ends else "",
                 TEXT,
             )
-            if family.reasoning not in ("openai_gptoss", "gemma4"):
+            if not family.in_messages and family.reasoning != "gemma4":
                 spaces = ids_of(name, "\n" * answer.startswith("\n"))  # before the start mark
                 assert found.num_reasoning_tokens == len(all_ids) - len(spaces) - len(behind)
             assert 0 < found.num_reasoning_tokens < len(all_ids)
@@ -136,8 +136,9 @@ def test_an_answer_without_thinking(process: TemplateProcess, name: str) -> None
     prompt = prompt_of(process, name, **options)
     if is_open(name, prompt):
         found = parse(name, prompt, family.ends.lstrip("\n") + TEXT)  # an empty thinking
-    elif family.reasoning == "openai_gptoss":
-        found = parse(name, prompt, f"<|channel|>final<|message|>{TEXT}<|return|>")
+    elif family.in_messages:
+        end = {"gpt_oss": "<|return|>", "muse_glimmer": "<|eot|>"}[name]
+        found = parse(name, prompt, f"{family.ends.partition('assistant')[2]}{TEXT}{end}")
     else:
         found = parse(name, prompt, TEXT)
         assert found.num_reasoning_tokens == 0
@@ -171,14 +172,9 @@ def test_answers_that_are_cut_off(process: TemplateProcess, name: str, kind: str
 def test_marks_that_are_quoted(process: TemplateProcess, name: str) -> None:
     """In the thinking, in ordinary tokens; and as tokens in the text behind it, where nothing ends."""
     family = FAMILIES[name]
-    end = (
-        "<channel|>"
-        if family.reasoning == "gemma4"
-        else "<|end|>"
-        if family.reasoning == "openai_gptoss"
-        else "</think>"
-    )
-    start = family.begins.strip()
+    ends = {"gemma4": "<channel|>", "openai_gptoss": "<|end|>", "muse_glimmer": "<|eom|>"}
+    end = ends.get(family.reasoning or "", "</think>")
+    start = "<|message|>" if family.reasoning == "muse_glimmer" else family.begins.strip()
     for prompt, has_begun in prompts_of(process, name):
         begins = "" if has_begun else family.begins
         found = parse(
@@ -196,7 +192,7 @@ def test_marks_that_are_quoted(process: TemplateProcess, name: str) -> None:
             "Yes",
         )
         assert (found.reasoning or "").strip() == f"say {end} and {start} twice" and found.text == "Yes"
-        if family.reasoning in ("gemma4", "openai_gptoss"):
+        if family.in_messages or family.reasoning == "gemma4":
             continue  # there a mark in the text is a mark
         found = parse(name, prompt, begins, "hm", family.ends, f"say {start}", "a", end, " twice")
         assert (found.reasoning or "").strip() == "hm" and found.text == f"say {start}a{end} twice"

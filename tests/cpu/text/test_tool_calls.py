@@ -79,6 +79,15 @@ def openai(name: str, arguments: dict[str, Any]) -> str:
     return f"<|channel|>commentary to=functions.{name}<|message|>{json.dumps(arguments)}<|call|>"
 
 
+def muse(name: str, arguments: dict[str, Any]) -> str:
+    inner = "".join(
+        f'<atem:parameter name="{key}">{value(each)}</atem:parameter>\n' for key, each in arguments.items()
+    )
+    block = f'<atem:invoke name="{name}">\n{inner}</atem:invoke>\n'
+    head = f"<|start|>assistant to={name}<|message|>"
+    return f"{head}<atem:function_calls>\n{block}</atem:function_calls><|eom|>"
+
+
 def gemma_value(each: Any) -> str:
     if isinstance(each, str):
         return f'<|"|>{each}<|"|>'
@@ -105,8 +114,9 @@ WRITERS: dict[str, Any] = {
     "kimi_k2": kimi,
     "openai": openai,
     "gemma4": gemma,
+    "muse_glimmer": muse,
 }
-TAGGED = ("qwen3_coder", "seed_oss", "glm45", "minimax_m2")  # values without types
+TAGGED = ("qwen3_coder", "seed_oss", "glm45", "minimax_m2", "muse_glimmer")  # values without types
 
 
 def parsed(name: str, text: str, tools: Any = TOOLS) -> tuple[str, list[tuple[str, Any]], int]:
@@ -185,6 +195,7 @@ def test_marks_in_values(name: str) -> None:
         "qwen3_coder": "</parameter> </function>",
         "glm45": "</arg_value>",
         "minimax_m2": "</parameter>",
+        "muse_glimmer": "</atem:parameter> </atem:invoke>",
     }
     closes |= {"hermes": "</tool_call>", "gemma4": "<tool_call|>}{:", "deepseek_v3": "```"}
     code = f'if a < b: x = "{closes.get(name, "<|end|>")}"\n    # {{}}'
@@ -280,6 +291,17 @@ def test_untyped_values(text: str, schema: Any, expected: Any) -> None:
             [("f", {"a": "b, {c}", "d": ['e"', "]"]})],
         ),
         ("openai", "<|channel|>commentary to=functions.f<|message|>{}", [("f", {})]),  # the
+        (
+            "muse_glimmer",
+            '<|start|>assistant to=f<|message|>\n<atem:function_calls>\n<atem:invoke name="f">\n'
+            '</atem:invoke>\n<atem:invoke name="g.h"></atem:invoke>',  # two in a message, which is cut off
+            [("f", {}), ("g.h", {})],
+        ),
+        (  # of a tool without a namespace
+            "muse_glimmer",
+            muse("get_weather.get_weather", {}) + muse("other.get_weather", {}),
+            [("get_weather", {}), ("other.get_weather", {})],
+        ),
     ],
 )
 def test_forms(name: str, text: str, calls: Any) -> None:
@@ -301,10 +323,18 @@ def test_forms(name: str, text: str, calls: Any) -> None:
         ("gemma4", '<|tool_call>call:f{a:"b}<tool_call|>'),
         ("gemma4", "<|tool_call>call:f{" + "a:{" * 200),
         ("hermes", "<tool_call>" + '{"a":' * 100_000),
+        ("muse_glimmer", "<|start|>assistant to=f<|message|>hm<|eom|>"),
     ],
 )
 def test_what_is_no_call_stays_text_with_an_error(name: str, text: str) -> None:
     assert parsed_once(name, text)[:2] == (text, []) and parsed_once(name, text)[2] >= 1
+
+
+def test_calls_of_muse_glimmer_that_are_quoted() -> None:
+    """Tags in a message to the user call nothing, also behind a call."""
+    quoted = 'Write <atem:function_calls>\n<atem:invoke name="f">\n</atem:invoke>\n</atem:function_calls>.'
+    assert parsed("muse_glimmer", quoted) == (quoted, [], 0)
+    assert parsed("muse_glimmer", muse("f", {}) + quoted) == (quoted, [("f", {})], 0)
 
 
 def test_ids() -> None:
