@@ -11,7 +11,9 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf_hybrids import write_hybrid
 from model_folders import Hang, outcome
+from tiny_models import write_tiny_model
 
 from tools.write_gguf import write_gguf
 
@@ -19,10 +21,13 @@ NUMBERS = [0, 1, 2, 3, 7, 8, 9, 13, 31, 255, 2**16, 2**24, 2**31, 2**32 - 1, 2**
 WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
-def write_base(folder: Path) -> Path:
-    """A tiny model with the tokenizer of the demo model, in one file."""
+def write_base(folder: Path, hybrid: bool = False) -> Path:
+    """A tiny model with the tokenizer of the demo model, in one file. hybrid: one with states, without a
+    tokenizer."""
     from model_folders import write_base as write_folder
 
+    if hybrid:
+        return write_hybrid(write_tiny_model(folder / "plain", "qwen3_5"), folder / "base.gguf", "Q8_0")
     source = write_folder(folder / "source")
     path = write_gguf(source, folder / "base.gguf", "Q8_0", pre="gpt-2")
     shutil.rmtree(source)
@@ -99,12 +104,12 @@ def mutate(data: bytes, seed: int) -> tuple[bytes, str]:
     return data[:place] + bytes([rng.randrange(256)]) + data[place + 1 :], f"byte {place}"
 
 
-def try_file(base: bytes, path: Path, seed: int) -> tuple[str, str]:
+def try_file(base: bytes, path: Path, seed: int, with_tokenizer: bool = True) -> tuple[str, str]:
     """Write a mutated file to `path` and load it; return what was done and the outcome."""
     data, what = mutate(base, seed)
     path.write_bytes(data)
     try:
-        return what, outcome(path)
+        return what, outcome(path, with_tokenizer)
     except (Exception, Hang) as error:
         raise AssertionError(f"seed {seed}, {what}: {type(error).__name__}: {error}") from error
 

@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,20 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.checks import attempt
 from nanovllm.errors import KVCacheMemoryError, ModelLoadError
+from tools.write_fp8 import write_fp8
+from tools.write_int4 import write_int4
+from tools.write_nvfp4 import write_nvfp4
 
+# What writes a hybrid in each format of folders.
+HYBRIDS: dict[str, Callable[[Path, Path], object]] = {
+    "fp8": lambda source, target: write_fp8(source, target, "channel"),
+    "awq": lambda source, target: write_int4(source, target, "awq", group=32),
+    "gptq": lambda source, target: write_int4(source, target, "gptq", group=32),
+    "w4a16": lambda source, target: write_int4(source, target, "compressed-tensors", group=32),
+    "nvfp4": lambda source, target: write_nvfp4(source, target, "modelopt"),
+}
+_SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # whole groups
+_OF_HYBRIDS = ("layer_types", "full_attention_interval", "rope_parameters", "quantization_config", "head_dim")
 KINDS = ("config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors")
 LIMIT = 60  # seconds for a folder to load or to be refused
 NESTED: Any = json.loads("[" * 90 + "]" * 90)
@@ -62,9 +75,16 @@ class Hang(BaseException):
     """The folder took longer than the limit."""
 
 
-def write_base(folder: Path) -> Path:
-    """A tiny model with the tokenizer of the demo model."""
-    write_tiny_model(folder, vocab_size=512)
+def write_base(folder: Path, hybrid: str | None = None) -> Path:
+    """A tiny model with the tokenizer of the demo model. hybrid: one with states, in a format of HYBRIDS."""
+    if hybrid is None:
+        write_tiny_model(folder, vocab_size=512)
+    else:
+        source = write_tiny_model(
+            folder.with_name(f"{folder.name}-plain"), "qwen3_5", vocab_size=512, **_SIZES
+        )
+        HYBRIDS[hybrid](source, folder)
+        shutil.rmtree(source)
     for path in Path(demo_model_path()).glob("tokenizer*.json"):
         shutil.copy(path, folder)
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "eos_token_id": [1]}')
@@ -156,7 +176,20 @@ def outcome(folder: Path, with_tokenizer: bool = True) -> str:
         return "refused"
 
 
-def try_folder(base: Path, work: Path, seed: int) -> tuple[str, str]:
+def mutate_hybrid(folder: Path, seed: int) -> str:
+    """Change what config.json of a hybrid says of its states or of its quantisation."""
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    names = [name for name in content if name.startswith("linear_") or name in _OF_HYBRIDS]
+    part = {name: content.pop(name) for name in names}
+    what = changed(part, ["quantization_config"] * len(part), random.Random(seed))
+    path.write_text(json.dumps(content | part))
+    return f"config.json: {what}"
+
+
+def try_folder(
+    base: Path, work: Path, seed: int, mutate: Callable[[Path, int], str] = mutate
+) -> tuple[str, str]:
     """Mutate a copy of `base` in `work` and load it; return what was done and the outcome."""
     shutil.copytree(base, work)
     try:

@@ -2,6 +2,7 @@
 
     python tools/fuzz_gguf.py                # seeds 0 to 4,999
     python tools/fuzz_gguf.py 12000 13000    # these seeds
+    python tools/fuzz_gguf.py 0 1000 hybrid  # of a model with states
 
 Prints what fails, with its seed, and exits with status 1 if anything does. The tests try the first 200 seeds.
 """
@@ -22,16 +23,16 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from gguf_files import try_file, write_base
 
 
-def main(first: int = 0, last: int = 5000) -> int:
+def main(first: int = 0, last: int = 5000, kind: str = "") -> int:
     """Try the files of these seeds; return the exit status."""
     logging.disable(logging.WARNING)
     outcomes: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
-        base = write_base(Path(name)).read_bytes()
+        base = write_base(Path(name), kind == "hybrid").read_bytes()
         gc.freeze()  # closing an engine collects garbage
         for seed in range(first, last):
             try:
-                outcomes[try_file(base, Path(name, "mutated.gguf"), seed)[1]] += 1
+                outcomes[try_file(base, Path(name, "mutated.gguf"), seed, not kind)[1]] += 1
             except AssertionError as error:
                 outcomes["failed"] += 1
                 print(error)
@@ -41,4 +42,4 @@ def main(first: int = 0, last: int = 5000) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main(*map(int, sys.argv[1:3]), *sys.argv[3:]))

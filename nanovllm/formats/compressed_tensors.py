@@ -120,7 +120,7 @@ def _group(name: str, stated: Any, format_: Any) -> _Group:
     if not isinstance(stated, dict) or not isinstance(weights := stated.get("weights"), dict):
         raise ValueError(f"{_WHERE}: {name} must be an object with weights, not {stated!r}")
     format_ = stated.get("format") or format_
-    if format_ not in _FORMATS:
+    if not isinstance(format_, str) or format_ not in _FORMATS:
         raise ValueError(
             f"{_WHERE}: format {format_!r} of {name} is not supported; supported: "
             f"{', '.join(map(repr, _FORMATS))}"

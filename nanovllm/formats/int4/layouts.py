@@ -92,8 +92,8 @@ class Int4Format:
         if k % group or k % _PER_WORD or (n % _PER_WORD and (self.packs_outputs or self.zeros)):
             raise ValueError(
                 f"{weight.module or 'a weight'} has {n} outputs and {k} inputs, which {self.name} with "
-                f"groups of {group} cannot hold: inputs must be a multiple of {max(group, _PER_WORD)}, "
-                "outputs of 8"
+                f"groups of {group}, of config.json, cannot hold: inputs must be a multiple of "
+                f"{max(group, _PER_WORD)}, outputs of 8"
             )
         words = (-(-n // _PER_WORD), k) if self.packs_outputs else (n, k // _PER_WORD)
         groups = k // group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from checked_llm import make_tiny
-from gguf_files import random_blocks
+from gguf_files import random_blocks, try_file, write_base
 from gguf_hybrids import converted, of_folder, settings, stored_tensors, write, write_hybrid
 from safetensors.torch import save_file
 from test_gguf import PROMPT, greedy
@@ -282,3 +283,9 @@ def test_tensors_that_are_refused(tmp_path: Path, tensors: dict[str, Any], messa
     path = write(tmp_path / "x.gguf", stored, "qwen35", settings(config))
     with pytest.raises(ModelLoadError, match=message):
         load(path)
+
+
+def test_mutated_headers_load_or_are_refused_by_name(tmp_path: Path) -> None:
+    base = write_base(tmp_path, hybrid=True).read_bytes()
+    outcomes = Counter(try_file(base, tmp_path / "mutated.gguf", seed, False)[1] for seed in range(30))
+    assert outcomes["refused"] > 10 and outcomes["loaded"] > 0

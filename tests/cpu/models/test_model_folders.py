@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from checked_llm import make_tiny
-from model_folders import try_folder, within, write_base
+from model_folders import HYBRIDS, mutate_hybrid, try_folder, within, write_base
 from safetensors.torch import load_file
 from tiny_models import edit_json, write_tiny_model
 
@@ -31,6 +31,8 @@ from nanovllm.quantization.shards import WeightSource
 
 T = TypeVar("T")
 FOLDERS = 200
+# Seeds whose messages once named nothing.
+OF_HYBRIDS: dict[str, tuple[int, ...]] = {"awq": (45,), "gptq": (45,), "w4a16": (40, 52)}
 
 
 @pytest.fixture
@@ -49,6 +51,15 @@ def test_mutated_folders_load_or_are_refused_by_name(tmp_path: Path, part: int) 
     seeds = range(part, FOLDERS, 3)
     outcomes = Counter(try_folder(base, tmp_path / "work", seed)[1] for seed in seeds)
     assert outcomes["refused"] > len(seeds) / 3 and outcomes["loaded"] > len(seeds) / 10
+
+
+@pytest.mark.parametrize("hybrid", HYBRIDS)
+@pytest.mark.usefixtures("small_heap")
+def test_mutated_hybrids_load_or_are_refused_by_name(tmp_path: Path, hybrid: str) -> None:
+    base = write_base(tmp_path / "base", hybrid)
+    seeds = [*range(10), *OF_HYBRIDS.get(hybrid, ())]
+    outcomes = Counter(try_folder(base, tmp_path / "work", seed, mutate_hybrid)[1] for seed in seeds)
+    assert outcomes["refused"] > 3 and outcomes["loaded"] > 0
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
