@@ -16,7 +16,7 @@ from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.weights import check_weights
 from nanovllm.residency.profile import check_can_profile
 from nanovllm.residency.runner import WEIGHTS, RankView, ResidentModelRunner
-from nanovllm.residency.shared_tensors import load_tensors
+from nanovllm.residency.shared_tensors import load_tensors, raise_first
 from nanovllm.residency.updates import UpdateChecker, named_pairs
 
 
@@ -90,7 +90,8 @@ class ResidentCore(Core):
                 load_tensors(self.ranks, checker.accept(pairs))
             finally:
                 with held_interrupts():
-                    self.ranks.call(ResidentModelRunner.finish_update)
+                    errors = self.ranks.call(ResidentModelRunner.finish_update)
+            raise_first(errors)
 
     def _check_checkpoint(self) -> None:
         if self._config.load_format != "dummy":

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.layers.weights import finish_loading, methods, weight_slots
+from nanovllm.layers.weights import methods, named, weight_slots
 from nanovllm.precompile.runner import AheadModelRunner
+from nanovllm.quantization.shards import WeightMethod
 from nanovllm.residency.profile import RankProfile
 
 WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
@@ -25,6 +26,20 @@ class _FreedStorage(NamedTuple):
     storage: torch.UntypedStorage
     num_bytes: int
     copy: torch.UntypedStorage | None  # on the host
+
+
+def _finish(path: str, method: WeightMethod) -> list[ValueError]:
+    """Prepare a weight for use; return what was missing. An error forgets what had come of its module."""
+    errors: list[ValueError] = []
+    while True:
+        try:
+            with named(path):
+                method.finish_loading()
+            return errors
+        except ValueError as error:
+            if errors and str(error) == str(errors[-1]):
+                raise
+            errors.append(error)
 
 
 class WakeUpNeed(NamedTuple):
@@ -156,19 +171,26 @@ class ResidentModelRunner(AheadModelRunner):
             method.pack()
         self._freed = ()
 
-    def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load checked tensors by their checkpoint names. Call `finish_update` before the next step."""
+    def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> ValueError | None:
+        """Load checked tensors by their checkpoint names. Call `finish_update` before the next step. An error
+        is returned, so that the ranks stay in step."""
         slots = weight_slots(self.model)
         for name, tensor in tensors:
             layer, shard = slots[name]
-            layer.load(shard, tensor)
+            try:
+                layer.load(shard, tensor)
+            except ValueError as error:
+                return error
+        return None
 
-    def finish_update(self) -> None:
-        """Prepare for the next step."""
+    def finish_update(self) -> ValueError | None:
+        """Prepare for the next step. A module of which some tensors are missing keeps its weights, and the
+        first such error is returned."""
         self.forget_recorded()
         self.has_new_weights = True
-        finish_loading(self.model)
+        errors = [error for path, method in methods(self.model) for error in _finish(path, method)]
         self.calibrate_kv_cache()
+        return errors[0] if errors else None
 
     def start_profile(self, folder: str, name: str) -> None:
         """Start a profile, for a trace in `folder` with the rank and `name` in its file name."""

@@ -106,8 +106,9 @@ def load_tensors(ranks: OneRank, tensors: Iterable[tuple[str, torch.Tensor]]) ->
     if ranks.size == 1:
         for pair in tensors:
             with held_interrupts():
-                ranks.runner.load_tensors([pair])
+                error = ranks.runner.load_tensors([pair])
                 ranks.progress()
+            raise_first([error])
         return
     with closing(SharedMemoryBuffer(BUFFER_BYTES)) as buffer:
         try:
@@ -121,4 +122,12 @@ def load_tensors(ranks: OneRank, tensors: Iterable[tuple[str, torch.Tensor]]) ->
 
 def _flush(ranks: OneRank, buffer: SharedMemoryBuffer) -> None:
     with held_interrupts():
-        ranks.call(ResidentModelRunner.load_tensors, buffer.take())
+        errors = ranks.call(ResidentModelRunner.load_tensors, buffer.take())
+    raise_first(errors)
+
+
+def raise_first(errors: Iterable[Exception | None]) -> None:
+    """Raise the first error of some ranks' results, if there is one."""
+    for error in errors:
+        if error is not None:
+            raise error

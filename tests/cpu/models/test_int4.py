@@ -11,12 +11,13 @@ import pytest
 import torch
 from checked_llm import BLOCK, make_tiny
 from digests import digest, make_digest
+from engine_cases import tokens
 from safetensors.torch import load_file, save_file
 from tensors import BF16, F16
 from test_models import PROMPT, forward, load
 from tiny_models import VOCAB_SIZE, edit_json, write_tiny_model
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.formats.dummy import init_dummy_weights
 from nanovllm.formats.int4.kernels.layout import dequantise_reference
@@ -289,18 +290,24 @@ def test_updates_and_sleep(tmp_path: Path, ranks: int) -> None:
         assert llm.on_ranks("digest") == changed
 
 
-def test_an_update_has_all_tensors_of_a_weight(dense: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}], ids=str)
+def test_an_update_has_all_tensors_of_a_weight(dense: Path, tmp_path: Path, sizes: dict[str, int]) -> None:
+    """Else the module keeps its weights, those that came whole are new, and the engine goes on."""
     folder = write_int4(dense, tmp_path / "int4", "awq")
-    with make_digest(folder) as llm:
-        before = llm.on_ranks("digest")
-        name = "model.layers.0.mlp.up_proj"
-        scales = load_file(folder / "model.safetensors")[f"{name}.scales"]
-        with pytest.raises(
-            ValueError, match="up_proj: scales came without qweight, qzeros; pass all of them"
-        ):
-            llm.update_weights({f"{name}.scales": scales})
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert llm.on_ranks("digest") == before
+    room = {"num_kvcache_blocks": 40, "max_num_seqs": 4, "max_model_len": 128}
+    with LLM(folder, device="cpu", skip_tokenizer_init=True, **room, **sizes) as llm:
+        before = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        name, tensors = "model.layers.0.mlp.up_proj", load_file(folder / "model.safetensors")
+        some = {f"{name}.scales": tensors[f"{name}.scales"]}
+        some |= {f"{name.replace('.0.', '.1.')}.qweight": tensors[f"{name}.qweight"]}
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match="up_proj: scales came without qweight, qzeros; pass all of them"
+            ):
+                llm.update_weights(some)
+            assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == tokens(before)
+        llm.update_weights(tensors)
+        assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == tokens(before)
 
 
 @pytest.mark.parametrize("name", FORMATS)
