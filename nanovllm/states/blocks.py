@@ -243,4 +243,5 @@ class StateBlocks(BlockManager):
         is_reset = super().reset()
         if is_reset:
             self.kept.clear()
+            self._past = 0
         return is_reset

@@ -89,6 +89,24 @@ def test_states_in_bfloat16(tmp_path: Path, family: str, options: dict[str, Any]
             assert {each.pool.dtype for each in inside.model(llm).state_layers} == {torch.bfloat16}
 
 
+def test_a_reset_forgets_how_chats_go_on(tmp_path: Path) -> None:
+    """A chat that goes on shows which tokens a template does not repeat, and states are kept, and rounded,
+    before these. Behind a reset the same prompt has the bits that it had in a new engine."""
+    begin, opening = [3 + 7 * index % 83 for index in range(40)], [11, 12]
+    goes_on = [*begin, 20, 21, 22, *begin[::-1], *opening]
+    folder, room = write_tiny_model(tmp_path, "qwen3_5"), {"max_model_len": 128, "num_kvcache_blocks": 60}
+    with make_tiny(folder, mamba_ssm_cache_dtype="bfloat16", **room) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
+
+        def answers() -> list[Any]:
+            prompts = ([*begin, *opening], goes_on, [*goes_on[5:]])
+            return [llm.generate([each], params, use_tqdm=False)[0].outputs[0].logprobs for each in prompts]
+
+        first = answers()
+        assert llm.reset_prefix_cache()
+        assert answers() == first
+
+
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_what_counts_the_memory(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the door's page: doctor, the sequences that run at once, and the bytes of a step in a report."""
