@@ -42,7 +42,7 @@ from tools.benchmark.engines import ENGINES, LEAST_MODEL_LEN, Engine
 from tools.benchmark.kernels import PROFILE_TOKENS, profile
 from tools.benchmark.options import device_name, parse_args
 from tools.benchmark.report import report
-from tools.benchmark.roofline import Cost, Floor, Speed, broken_floor, device_speed, floor_of
+from tools.benchmark.roofline import Cost, Floor, Speed, broken_floor, cost_of, device_speed, floor_of
 from tools.benchmark.shapes import write_shape
 from tools.benchmark.steps import Step, host_exposed, phases, step_times
 from tools.benchmark.workloads import Workload, make_workload
@@ -86,9 +86,7 @@ def least(args: argparse.Namespace, config: ModelConfig) -> tuple[Cost, Speed]:
     """The costs of the model and the speed of the devices."""
     device = torch.device("cuda" if args.on_gpu else "cpu")
     speed = device_speed(device, args.num_devices, args.torch_dtype)
-    itemsize = args.torch_dtype.itemsize
-    kv_itemsize = 1 if "fp8" in args.options.get("kv_cache_dtype", "") else itemsize
-    return Cost.of(config, itemsize, kv_itemsize), speed
+    return cost_of(config, args.torch_dtype.itemsize, args.options), speed
 
 
 def profiled(args: argparse.Namespace, engine: Engine, work: Workload, steps: list[Step]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import load_model_config
 from tools.benchmark.engines import row_sampling
-from tools.benchmark.roofline import Cost, device_speed, floor_of
+from tools.benchmark.roofline import cost_of, device_speed, floor_of
 from tools.benchmark.shapes import write_shape
 from tools.benchmark.workloads import SHARED, SYNTHETIC, Workload
 from tools.measure_device import device_name
@@ -133,7 +133,7 @@ def speeds_of(llm: LLM, row: Row, work: Workload, vocab_size: int, runs: int) ->
 
 def best_speed(config: ModelConfig, work: Workload, options: dict[str, Any]) -> float:
     """Output tokens/s that the device allows."""
-    cost = Cost.of(config, 2, 1 if "kv_cache_dtype" in options else 2)
+    cost = cost_of(config, 2, options)
     sharing = work.sharing() if work.name in SHARED else None
     speed = device_speed(torch.device("cuda"), 1, torch.bfloat16)
     return work.tokens_out / floor_of(cost, work, speed, sharing).total

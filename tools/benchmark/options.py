@@ -13,6 +13,7 @@ from tools.benchmark.workloads import SHARED, SYNTHETIC
 
 PASSED_ON = ("max_model_len", "kv_cache_dtype", "tensor_parallel_size", "data_parallel_size")
 PASSED_ON += ("deterministic", "tokenizer", "quantization", "enable_expert_parallel")
+PASSED_ON += ("mamba_ssm_cache_dtype",)
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -60,6 +61,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         help="to compute in; default: bfloat16 on a GPU, float32 on a CPU",
     )
     parser.add_argument("--kv-cache-dtype", help="auto or fp8")
+    parser.add_argument("--mamba-ssm-cache-dtype", help="of states: auto, float32 or bfloat16")
     parser.add_argument("--quantization", help="of weights as they are loaded: fp8, or int8 or int4 on a CPU")
     parser.add_argument("--tensor-parallel-size", type=int, metavar="N")
     parser.add_argument("--data-parallel-size", type=int, metavar="N")

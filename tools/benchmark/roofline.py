@@ -5,14 +5,18 @@ Counts the work that any engine must do for the answers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from nanovllm.config import Config
 from nanovllm.engine.stats import attention_pairs
+from nanovllm.models.config import ModelConfig
 from nanovllm.report.roofline import KNOWN_DEVICES, Cost, Speed
+from nanovllm.states.spec import stored
 from tools.benchmark.workloads import Sharing, Workload
 from tools.measure_device import device_name, measure_speed
 
@@ -27,6 +31,13 @@ class Floor:
     @property
     def total(self) -> float:
         return self.prefill + self.decode
+
+
+def cost_of(config: ModelConfig, itemsize: int, options: Mapping[str, Any]) -> Cost:
+    """The costs of a model with weights of `itemsize` bytes and these options of the engine."""
+    states = Config("any", mamba_ssm_cache_dtype=options.get("mamba_ssm_cache_dtype", "auto"))
+    kv_itemsize = 1 if "fp8" in options.get("kv_cache_dtype", "") else itemsize
+    return Cost.of(stored(states, config), itemsize, kv_itemsize)
 
 
 def floor_of(cost: Cost, work: Workload, speed: Speed, sharing: Sharing | None = None) -> Floor:

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_models import write_tiny_model
 
 import bench
 import nanovllm
+from nanovllm.models.registry import load_model_config
 from tools import bench_expert_ranks, bench_sampling
 from tools.benchmark import engines
 from tools.benchmark.engines import RoundRobin, row_sampling
@@ -137,6 +139,17 @@ def test_the_dtype_counts_for_the_engine_and_for_the_floor(
     decode = [result["phases"]["decode"] for result in (slow, fast)]
     floors = [phase["share_of_floor"] * phase["seconds"] for phase in decode]  # the least seconds
     assert floors[0] == pytest.approx(2 * floors[1], rel=1e-3)  # half the bytes
+
+
+@pytest.mark.parametrize(("states", "itemsize"), [("auto", 4), ("float32", 4), ("bfloat16", 2)])
+def test_the_floor_counts_states_as_they_are_stored(tmp_path: Path, states: str, itemsize: int) -> None:
+    argv = ["--device", "cpu", "--mamba-ssm-cache-dtype", states]
+    config = load_model_config(write_tiny_model(tmp_path, "qwen3_5"))
+    cost, _ = bench.least(parse_args(argv, None), config)
+    specs = [spec.state for spec in map(config.spec, range(config.num_layers)) if spec.state is not None]
+    inputs = [4 * (each.kernel - 1) * (2 * each.keys + each.values) for each in specs]
+    values = [itemsize * each.values * each.k_dim for each in specs]
+    assert cost.state_bytes == 2 * (sum(inputs) + sum(values)) > 0
 
 
 @pytest.mark.usefixtures("known_speed")
