@@ -104,12 +104,21 @@ class Telling:
         return changed
 
 
+def refuse_nameless(others: Sequence[object]) -> None:
+    """TypeError for arguments of LLM behind the model, which have no names."""
+    if others:
+        is_device = str(others[0]).startswith(("cpu", "cuda"))
+        named = f"device={others[0]!r}" if is_device else "its name, as in device='cpu'"
+        raise TypeError(f"LLM() got {others[0]!r} behind the model; options have names: write {named}")
+
+
 @calls_of_llm
 class ToldEngine(LLMEngine):
     """An engine with classes of logits processors, and settings under vLLM's names."""
 
     @takes_options
-    def __init__(self, model: Any = None, **options: Any) -> None:
+    def __init__(self, model: Any = None, *others: object, **options: Any) -> None:
+        refuse_nameless(others)
         own = {name: options.get(name) for name in _OPTIONS}
         refuse_unknown("LLM", own, ())
         classes = load_processors(own["logits_processors"])

@@ -357,6 +357,17 @@ def test_functions_of_logits_need_one_rank(model: Path) -> None:
         assert len(llm.generate([5], GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
 
 
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [("cpu", "device='cpu'"), ("cuda:1", "device='cuda:1'"), (4, "its name, as in device='cpu'")],
+)
+def test_an_option_without_its_name(model: Path, value: object, named: str) -> None:
+    made: Any = LLM
+    message = f"LLM() got {value!r} behind the model; options have names: write {named}"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        made(model, value)
+
+
 def test_a_refused_prompt_leaves_the_prefix_cache(model: Path) -> None:
     prompt = [7] * (2 * BLOCK + 3)
     with make_tiny(model) as llm:
