@@ -70,7 +70,7 @@ class RopeConfig:
             return head_dim
         rotary = int(head_dim * self.rotary_share)
         if rotary % 2 or rotary < 2:
-            raise ValueError(f"rope must rotate an even number of elements of a head, not {rotary}")
+            raise ValueError(f"rope of config.json must rotate an even number of elements, not {rotary}")
         return rotary
 
 

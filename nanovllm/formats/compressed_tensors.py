@@ -127,7 +127,10 @@ def _group(name: str, stated: Any, format_: Any) -> _Group:
         )
     if stated.get("output_activations"):
         raise ValueError(f"{_WHERE}: {name}: output_activations are not supported")
-    quant = _FORMATS[format_](f"{_WHERE}: {name}", weights, stated.get("input_activations") or {})
+    inputs = stated.get("input_activations") or {}
+    if not isinstance(inputs, dict):
+        raise ValueError(f"{_WHERE}: {name}: input_activations must be an object, not {inputs!r}")
+    quant = _FORMATS[format_](f"{_WHERE}: {name}", weights, inputs)
     return _Group(_names("targets", stated.get("targets")), quant)
 
 
