@@ -18,6 +18,7 @@ from nanovllm.order.waiting import Asked, Seen, Slots, Waiting
 
 WINDOW_ROWS = 8192
 ROWS_A_SLOT = 16  # of a window, so that the last one is long enough for the longest answers
+_AHEAD, _AHEAD_BYTES = 8, 2**16  # of the next window, that are read for each row that runs
 WINDOW_BYTES = 64 * 2**20  # of rows in memory, approximately; a window has at least one row
 _UNBOUNDED = 2**40  # tokens of an output without a limit
 
@@ -44,7 +45,8 @@ class Window:
         self._running: dict[int, tuple[Waiting, int]] = {}  # by the row of a task
 
     def __iter__(self) -> Iterator[Task]:
-        """Yield all tasks. For each, one of the next window is read, so that reading never takes long."""
+        """Yield all tasks. For each, a few of the next window are read, so that reading never takes long and
+        the rows of the last window are known soon."""
         while True:
             while self._size < WINDOW_BYTES and len(self._coming) < self._rows and self._read():
                 pass
@@ -52,7 +54,7 @@ class Window:
                 return
             self._begin(self._coming)
             while self._left:
-                if self._size < WINDOW_BYTES and not self._ended and not self._read():
+                if not self._ended and not self._read_ahead():
                     self._begin([*self._rest(), *self._coming])
                 yield self._next()
 
@@ -74,6 +76,14 @@ class Window:
             return False
         self._coming.append(task)
         self._size += size_of(task)
+        return True
+
+    def _read_ahead(self) -> bool:
+        """Read some tasks of the next window, of which only the last may be large; False at the end."""
+        size, rows = min(WINDOW_BYTES, self._size + _AHEAD_BYTES), min(self._rows, len(self._coming) + _AHEAD)
+        while self._size < size and len(self._coming) < rows:
+            if not self._read():
+                return False
         return True
 
     def _begin(self, tasks: list[Task]) -> None:

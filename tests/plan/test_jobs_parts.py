@@ -50,6 +50,13 @@ def test_shared_prefixes_meet_and_long_outputs_come_first() -> None:
     assert [task.index for task in Window(iter(tasks), 64)] == [1, 3, 2, 0, 4]
 
 
+def test_long_answers_of_the_last_window_start_soon() -> None:
+    """Rows behind the first window are read faster than rows run."""
+    tasks = tasks_of([str(index) for index in range(80)], [10] * 79 + [5000])
+    found = [task.index for task in Window(iter(tasks), 4, 64)]
+    assert found.index(79) == 2, "16 rows are read while two run"
+
+
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.text(alphabet="ab", max_size=6), max_size=60), st.integers(1, 20), st.integers(1, 9))
 def test_the_window_keeps_every_task(prompts: list[str], rows: int, slots: int) -> None:
