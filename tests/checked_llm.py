@@ -90,7 +90,7 @@ def logits_of(
     @torch.inference_mode()
     def launch_recorded(batch: Batch) -> Any:
         handle = launch(batch)
-        for seq_id in inside.seq_ids_of(llm, request_id):
+        for seq_id in inside.requests(llm).unfinished_sequences(request_id):
             if seq_id in batch.seq_ids and batch.draws[batch.seq_ids.index(seq_id)]:
                 logits = runner.model.compute_logits(steps[-1][: len(batch.slots)])
                 kept.append(logits[batch.seq_ids.index(seq_id)].clone())

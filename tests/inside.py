@@ -76,12 +76,6 @@ def requests(llm: LLM) -> Requests:
     return llm._executor.requests  # type: ignore[attr-defined]
 
 
-def seq_ids_of(llm: LLM, request_id: int) -> list[int]:
-    """The ids of an unfinished request's sequences; none if the engine does not have it."""
-    state = requests(llm)._states.get(str(request_id))
-    return [] if state is None else [seq.seq_id for seq in state.sequences]
-
-
 def next_id(llm: LLM, number: int | None = None) -> int:
     """The id of the next request, which is set to `number`, if there is one."""
     llm._next_id = llm._next_id if number is None else number
