@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 _ALL_TOKENS = -1  # a word of bits that allows all of its 32 tokens
-_SHARED_TOKENS = 32  # the longest outputs that are looked at for equal ones
+SHARED_TOKENS = 32  # the longest outputs that are looked at for equal ones
 
 
 class _TokenRule(Protocol):
@@ -230,7 +230,7 @@ class Grammar:
     def state(self, token_ids: Sequence[int]) -> object:
         """What the mask after an output depends on; None if it is unlikely that another output has the same.
         Masks of equal states are equal."""
-        if self._gate is not None or len(token_ids) > _SHARED_TOKENS:
+        if self._gate is not None or len(token_ids) > SHARED_TOKENS:
             return None
         return self._matchers, self._stop_ids, tuple(token_ids)
 

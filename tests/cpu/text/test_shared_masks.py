@@ -53,8 +53,8 @@ def test_no_answer_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "restrict_all", count)
     prompts, params = requests(45)
     found, numbers = [], []
-    for most in (token_rules._SHARED_TOKENS, -1):
-        monkeypatch.setattr(token_rules, "_SHARED_TOKENS", most)
+    for most in (token_rules.SHARED_TOKENS, -1):
+        monkeypatch.setattr(token_rules, "SHARED_TOKENS", most)
         computed[0] = 0
         with make(**ENGINES[name]) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
