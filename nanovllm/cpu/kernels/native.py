@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from nanovllm.cpu import isa
 from nanovllm.cpu.kernels.checking import CHECK_SYMBOL, CHECKED, check_code
+from nanovllm.cpu.kernels.quick_typing import typed_quickly
 
 logger = logging.getLogger("nanovllm")
 
@@ -158,7 +159,7 @@ def _module(
     from numba import types
 
     say_once()
-    with _numba_for(level), isa.compiling_for(level):
+    with _numba_for(level), isa.compiling_for(level), typed_quickly():
         function = make(*variant)
         kinds = tuple(types.int64 for _ in range(function.__code__.co_argcount))
         signature = getattr(types, results)(*kinds)
