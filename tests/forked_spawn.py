@@ -30,7 +30,7 @@ from typing import Any
 
 # What processes of tests import: a module that is missing here is left out.
 PRELOAD = [
-    "nanovllm.replicas.replica",
+    "nanovllm.parallel.replicas.replica",
     "nanovllm.integrations",
     "llvmlite.binding",
     "checked_llm",

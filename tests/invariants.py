@@ -66,14 +66,10 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
         parts = a + np.flatnonzero((counts[a:b] == 0) & mine[np.arange(b - a) % len(slabs)])
         assert sorted(free) == parts.tolist(), "free parts drifted"
     assert not state.pinned, "the source of a copy is owned after its step was planned"
-    cached = [(block, content) for block, content in enumerate(state.content) if content is not None]
-    partial = [b for b, content in cached if not owners[b] and not content.is_full]
-    is_plain = offsets.tolist() == [0, len(slabs)]
-    assert sorted(state.free_partial) == (partial if is_plain else []), "free partial blocks drifted"
     for key, content in state.by_key.items():
         assert content.key == key and content.is_full
         assert len(content.tokens) == 4 * manager.block_size, "a block that is not full has a chain id"
-    num_found = 0
+    num_found, partial = 0, []
     for place, children in state.children.items():
         several = children if isinstance(children, list) else [children]
         assert isinstance(children, list) == (len(several) > 1), "a parent without children, or a list of one"
@@ -85,6 +81,7 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
             assert state.content[content.block] is content, f"{content} is found, and its block is reused"
             assert not any(each[content.block % len(slabs)] for each in used[1:]), f"{content} is overwritten"
             assert not content.is_full or state.by_key[content.key] is content, f"{content} has no key"
+            partial += [content.block] if not owners[content.block] and not content.is_full else []
             assert content.is_full or len(content.tokens) < 4 * manager.block_size, f"{content} is full"
     for group, twins in enumerate(state.twins):
         for first, block in twins.items():
@@ -92,7 +89,10 @@ def check_blocks(manager: BlockManager, sequences: list[Sequence]) -> None:
             assert twin == Twin(block, first, group, node.is_full) and group_of(block) == group
             others = [each for number, each in enumerate(used) if number != group]
             assert not any(each[block % len(slabs)] for each in others), f"{twin} is cached, and overwritten"
-    assert len(cached) == num_found + sum(map(len, state.twins)), "a cached block cannot be found"
+    num_cached = len(state.content) - state.content.count(None)
+    assert num_cached == num_found + sum(map(len, state.twins)), "a cached block cannot be found"
+    is_plain = offsets.tolist() == [0, len(slabs)]
+    assert sorted(state.free_partial) == (sorted(partial) if is_plain else []), "free partial blocks drifted"
     shared = {block for block, count in owners.items() if count > 1}
     for seq, table in tables:
         assert len({block for _, block in table}) == len(table), f"{seq} owns a block twice"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,24 @@ ALWAYS_COMPILE = {
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.stat().st_size)
 
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(tree_of(path))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _trees_end_with_this_file() -> Iterator[None]:
+    yield
+    tree_of.cache_clear()
+    nodes_of.cache_clear()
+
+
 # What every prompt passes through. Everything else is a door, and the core shall import none. `tools/way.py`
 # measures both. The three numbers only fall. The front (`nanovllm`, its `llm`, `outputs`, `utils` and
 # `sampling_params`, `python -m nanovllm`) is neither: it joins them, because the names that users import are
@@ -122,8 +141,8 @@ def floor_of(room: str) -> int:
     return next(floor for floor, rooms in enumerate(FLOORS) if room in rooms)
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
-    for node in ast.walk(tree):
+def imports(path: Path) -> Iterator[tuple[ast.stmt, str]]:
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -143,9 +162,9 @@ def test_imports(path: Path) -> None:
     module = module_of(path)
     if module == "demo_model":
         return
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     room = room_of(module)
-    for node, name in imports(tree):
+    for node, name in imports(path):
         if name.startswith("torch.distributed"):
             assert room in USES_TORCH_DISTRIBUTED
         if name.split(".")[0] == "triton":
@@ -169,11 +188,12 @@ def test_imports(path: Path) -> None:
         assert floor_of(target) < floor_of(room), f"{module} imports {name}, which is not below it"
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """The modules of the package that each one imports."""
     found = {}
     for path in FILES:
-        names = {name for _, name in imports(ast.parse(path.read_text())) if name.startswith("nanovllm")}
+        names = {name for _, name in imports(path) if name.startswith("nanovllm")}
         found[module_of(path)] = {name.removeprefix("nanovllm").removeprefix(".") for name in names}
     return found
 
@@ -193,7 +213,7 @@ def reached(start: set[str]) -> set[str]:
 def test_values_plan_and_text_never_need_torch() -> None:
     for module in reached(NO_TORCH) & graph().keys():
         path = next(path for path in FILES if module_of(path) == module)
-        names = {name.split(".")[0] for _, name in imports(ast.parse(path.read_text()))}
+        names = {name.split(".")[0] for _, name in imports(path)}
         assert "torch" not in names, module
 
 
@@ -217,7 +237,10 @@ def places() -> set[str]:
     """The kernels for CPUs that others find by name; `tests/test_way.py` has the tables of doors.py."""
     found: set[str] = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if not any(name in text for name in ("by_device", "cpu_kernel")):
+            continue  # each worker collects these tests, and parses little
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("by_device", "cpu_kernel"):
                 names = (each.value for each in node.args if isinstance(each, ast.Constant))
                 found |= {f"{doors.CPU_KERNELS}.{name.replace('.', ':')}" for name in names if name}
@@ -256,14 +279,14 @@ def test_cuda_calls_are_in_one_place(path: Path) -> None:
     allowed = {"device", "device_facts", "cuda_graphs.graphs", "cuda_graphs.prefill"}
     if "kernels" in path.parts or module in allowed:
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Call):
             assert not ast.unparse(node.func).startswith("torch.cuda"), f"{module}: {ast.unparse(node)}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path) or "nanovllm")
 def test_every_module_says_what_it_owns(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), "a module opens with what it owns and never does"
+    assert ast.get_docstring(tree_of(path)), "a module opens with what it owns and never does"
 
 
 def test_packages_have_no_cycles() -> None:
@@ -293,7 +316,7 @@ def test_products_are_in_one_place(path: Path) -> None:
     )
     if multiplies or "kernels" in path.parts:
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Call):
             assert ast.unparse(node.func).split(".")[-1] not in PRODUCTS, ast.unparse(node)
         assert not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)), ast.unparse(node)
@@ -313,7 +336,7 @@ CHOOSES |= {"flash_attn", "cuda_graphs", "shared_prefixes"}
 def test_no_bare_else_picks_a_kind(path: Path) -> None:
     """A kind that nobody has taught to this code is an error, not the kind that comes last."""
     least = 1 if "kernels" in path.parts else 2
-    found = [each for each in choices(ast.parse(path.read_text())) if each.branches >= least]
+    found = [each for each in choices(tree_of(path)) if each.branches >= least]
     assert [each for each in found if not each.closed] == []
 
 
@@ -355,7 +378,7 @@ def test_files_are_short() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path) or "nanovllm")
 def test_functions_and_calls_are_short(path: Path) -> None:
     """Many arguments should be one value. A kernel is one function and gets its arguments one by one."""
-    for node in ast.walk(ast.parse(path.read_text())) if "kernels" not in path.parts else ():
+    for node in nodes_of(path) if "kernels" not in path.parts else ():
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION, node.name
         elif isinstance(node, ast.Call):
@@ -364,8 +387,7 @@ def test_functions_and_calls_are_short(path: Path) -> None:
 
 def test_kernels_read_fields_of_their_constants() -> None:
     """Triton 3.9 gives a kernel the fields of a NamedTuple, no properties; its interpreter does."""
-    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    nodes = [node for path in PACKAGE.rglob("*.py") for node in nodes_of(path)]
     tuples = [node for node in nodes if isinstance(node, ast.ClassDef) and "NamedTuple" in ast.dump(node)]
     methods = {each.name for node in tuples for each in node.body if isinstance(each, ast.FunctionDef)}
     assert "group" in methods  # of `Heads`
