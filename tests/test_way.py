@@ -19,6 +19,11 @@ def way() -> Way:
     return walk()
 
 
+@pytest.fixture(scope="module")
+def measured(way: Way) -> dict[str, Any]:
+    return measures(way)
+
+
 def test_the_walk_through_the_code_is_that_of_a_prompt(way: Way) -> None:
     """Each file once, in the order in which `generate` meets it. Of kernels only whether they
     exist, as a GPU runs others than a CPU."""
@@ -34,19 +39,17 @@ def test_the_walk_through_the_code_is_that_of_a_prompt(way: Way) -> None:
     ]
 
 
-def test_the_afternoon_of_the_readme_is_that_of_a_prompt(way: Way) -> None:
+def test_the_afternoon_of_the_readme_is_that_of_a_prompt(measured: dict[str, Any]) -> None:
     """README counts the files and lines, to the nearest hundred, that a reader opens, and how many run."""
     shown = r"(\d+) files\s+of\s+([\d,]+)\s+lines,\s+of\s+which\s+(\d+) % run"
     found = re.search(shown, (ROOT / "README.md").read_text())
     assert found is not None
-    measured = measures(way)
     assert int(found[1]) == measured["the way: files"]
     assert abs(int(found[2].replace(",", "")) - measured["the way: lines"]) <= 100
     assert int(found[3]) == measured["the way: share of lines that run, %"] >= 45
 
 
-def test_calls_that_do_not_name_their_arguments_only_fall(way: Way) -> None:
-    measured = measures(way)
+def test_calls_that_do_not_name_their_arguments_only_fall(measured: dict[str, Any]) -> None:
     assert measured["calls with *name"] <= 25 and measured["calls with **name"] <= 15
 
 
