@@ -11,9 +11,11 @@ import logging
 import os
 import shutil
 import signal
+import sys
 
 import pytest
 from full_cells import draw_fewer_examples, left_to_full
+from shared_rewriting import rewrite_a_part
 from triton_interpreter import speed_up
 
 HAS_GPU = shutil.which("nvidia-smi") is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
@@ -22,6 +24,9 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # fastest for small models in parallel processes
 os.environ.setdefault("TQDM_DISABLE", "1")
+# A run starts hundreds of processes, and each would compile the package again; workers rewrite asserts once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 MAX_WORKERS = 8  # each holds about 1 GiB; the longest file takes an eighth of the total time
 # A shell's background jobs ignore SIGINT; without this, the tests of Ctrl-C would never end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # xdist would leave files of few tests to the end. Some of these take long, and a worker would
     # wait for the others; in the order of names the last ones take a second or two.
     config.option.loadscopereorder = False
+    rewrite_a_part(config)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,6 +15,7 @@ FILES = sorted(path for path in TESTS.rglob("*.py") if path.name not in INSIDE)
 # Private names of Python, torch, triton, multiprocessing, IPython and ray.
 OTHERS = {"_asdict", "_replace", "_exit", "_getframe"} | {"_C", "_autograd", "_profiler_enabled", "_schema"}
 OTHERS |= {"_semlock", "_repr_svg_", "_logical_plan", "_patch_lang", "_args_from_interpreter_flags"}
+OTHERS |= {"_get_np_dtype"}
 ENGINES = r"\b(?:llm|engine|second)\._[a-z]\w*"  # in scripts for other processes
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "object"}  # "object": of mock.patch
 
