@@ -132,7 +132,8 @@ def _going_on(long: np.ndarray, places: np.ndarray, branches: np.ndarray) -> tup
 def _parted(
     rows: np.ndarray, places: np.ndarray, branches: np.ndarray, hashes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of branches that part here, in their new order at these places, and their new branches."""
+    """The rows of branches that part here, in their new order at these places, and their new branches: the
+    first place of each, which no other branch has."""
     hashes += branches.astype(np.uint64) * _FACTORS[-1]
     sorting = np.argsort(hashes)
     hashes[:] = hashes[sorting]
@@ -145,7 +146,8 @@ def _parted(
     if (first[1:] >= first[:-1]).all():  # nothing moves
         return rows, places[first]
     walk = np.argsort(first, kind="stable")
-    return rows[walk], places[first[walk]]
+    begins = np.flatnonzero(run_starts(first[walk]))
+    return rows[walk], np.repeat(places[begins], np.diff(begins, append=len(rows)))
 
 
 def _hashes(windows: np.ndarray, offsets: np.ndarray, rows: np.ndarray, depth: int) -> np.ndarray:

@@ -52,6 +52,13 @@ def test_branches_are_together_and_all_else_in_place(shapes: list[tuple[list[int
     assert tree_of_list(prompts).order.tolist() == order.tolist()
 
 
+def test_a_branch_that_moves_takes_its_place_as_its_name() -> None:
+    """Else a later branch at its old place would count as the same."""
+    shapes = [[1, 0], [0, 0, 1], [0, 0, 0], [1, 1, 0]]
+    prompts = [array("i", np.repeat(parts, WIDTH).tolist()) for parts in shapes]
+    assert tree_of_list(prompts).order.tolist() == in_branches(prompts) == [0, 3, 1, 2]
+
+
 def test_one_differing_token_is_another_branch() -> None:
     """Whichever of the window it is."""
     for place in range(WIDTH):
