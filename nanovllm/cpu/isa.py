@@ -5,8 +5,10 @@ The environment variable NANOVLLM_CPU_ISA forces a level, so that every one is t
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,10 +22,14 @@ logger = logging.getLogger("nanovllm")
 VARIABLE = "NANOVLLM_CPU_ISA"
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_MATRICES = {"amx-tile", "amx-bf16", "amx-int8"}
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # numbers of Linux on x86-64
+_BF16 = _AVX512 | {"avx512bf16", "avx512vnni"}
 # Fastest first, with the features that LLVM must find in the CPU. "generic" is plain loops, which LLVM turns
 # into the vectors of any CPU. "torch" uses no kernels of ours.
 NEEDS: dict[str, set[str]] = {
-    "avx512_bf16": _AVX512 | {"avx512bf16", "avx512vnni"},
+    "amx": _BF16 | {"amx-tile", "amx-bf16"},
+    "avx512_bf16": _BF16,
     "avx512": _AVX512,
     "avx2": _AVX2,
     "generic": set(),
@@ -39,7 +45,14 @@ def cpu_features() -> frozenset[str]:
         return frozenset()
     from llvmlite.binding import get_host_cpu_features
 
-    return frozenset(name for name, there in get_host_cpu_features().items() if there)
+    found = {name for name, there in get_host_cpu_features().items() if there}
+    return frozenset(found if found.isdisjoint(_MATRICES) or _may_use_matrices() else found - _MATRICES)
+
+
+def _may_use_matrices() -> bool:
+    """Ask Linux to let this process, and its children, use AMX's registers; they are too large for all."""
+    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+    return libc is not None and libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
 _other: ContextVar[str] = ContextVar("other_level", default="")
@@ -117,4 +130,9 @@ def has_kernels() -> bool:
 
 def has_bf16() -> bool:
     """Whether this CPU multiplies bfloat16 faster than float32."""
-    return level() == "avx512_bf16"
+    return level() in ("amx", "avx512_bf16")
+
+
+def has_matrices() -> bool:
+    """Whether kernels use AMX, which multiplies tiles of bfloat16."""
+    return level() == "amx"

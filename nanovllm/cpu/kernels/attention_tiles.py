@@ -33,7 +33,9 @@ _F32 = ir.FloatType()
 _VF, _VI = ir.VectorType(_F32, 16), ir.VectorType(_I32, 16)
 _WORDS = "pairs"  # in place of a dtype: words of two bfloat16, whose products are added
 _MOST_ROWS = 6  # of a pass
-_ACCUMULATORS = Kinds("instruction set", {"avx512_bf16": 24, "avx512": 24, "avx2": 6, "generic": 6})
+_ACCUMULATORS = Kinds(
+    "instruction set", {"amx": 24, "avx512_bf16": 24, "avx512": 24, "avx2": 6, "generic": 6}
+)
 
 
 def _accumulators() -> int:

@@ -54,7 +54,7 @@ f32x16, i32x16 = _Vector("f32x16", VF), _Vector("i32x16", VI)
 i64, i32, f32, void = types.int64, types.int32, types.float32, types.void
 Emit = Callable[..., Any]
 _CONVERTS_HALVES = Kinds(
-    "instruction set", {"avx512_bf16": True, "avx512": True, "avx2": True, "generic": False}
+    "instruction set", {"amx": True, "avx512_bf16": True, "avx512": True, "avx2": True, "generic": False}
 )
 _BYTES = {I8: 1, I16: 2, BF16: 2, F16: 2, I32: 4, F32: 4, I64: 8, ir.DoubleType(): 8}
 
@@ -84,10 +84,14 @@ def call(b: Any, name: str, result: Any, *arguments: Any) -> Any:
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)
 
 
+def check(b: Any, address: Any, num_bytes: int) -> Any:
+    """The address, if it may be used; else one that does no harm, and the launch fails."""
+    return call(b, CHECK_SYMBOL, I64, address, ir.Constant(I64, num_bytes))
+
+
 def _pointer(b: Any, address: Any, kind: Any, lanes: int) -> Any:
     if CHECKED:
-        size = _BYTES[getattr(kind, "element", kind)]
-        address = call(b, CHECK_SYMBOL, I64, address, ir.Constant(I64, size * lanes))
+        address = check(b, address, _BYTES[getattr(kind, "element", kind)] * lanes)
     return b.inttoptr(address, kind.as_pointer())
 
 

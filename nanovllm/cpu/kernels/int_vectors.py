@@ -34,6 +34,7 @@ from nanovllm.cpu.kernels.emitting import (
     void,
 )
 from nanovllm.cpu.kernels.int_layout import FORMATS, GROUP, LANES, IntFormat
+from nanovllm.kernels.kinds import Kinds
 
 HALF = GROUP // 2  # values of x that share a scale
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -44,8 +45,12 @@ MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which is in t
 _TINY = 1e-30  # a half whose largest value is below is 0
 AHEAD_OF_GROUP = 256  # bytes that a tile of several rows asks for with each group
 _AHEAD = 2048  # bytes that are asked for before they are needed
-_MOST_ROWS = {"avx512_bf16": 8, "avx512": 8, "avx2": 4, "generic": 4}  # whose sums stay in registers
-_DOTS = {"avx512_bf16": True, "avx512": False, "avx2": False, "generic": False}  # of four bytes at once
+_MOST_ROWS = Kinds(  # whose sums stay in registers
+    "instruction set", {"amx": 8, "avx512_bf16": 8, "avx512": 8, "avx2": 4, "generic": 4}
+)
+_DOTS = Kinds(  # of four bytes at once
+    "instruction set", {"amx": True, "avx512_bf16": True, "avx512": False, "avx2": False, "generic": False}
+)
 
 
 def _number(value: int) -> Any:
@@ -54,7 +59,7 @@ def _number(value: int) -> Any:
 
 def _is_wide(format: IntFormat) -> bool:
     """Whether x is int16: products of bytes would need more than 16 bits, and there is no instruction."""
-    return isa.level() == "generic" or (isa.level() != "avx512_bf16" and format.bits == 8)
+    return isa.level() == "generic" or (format.bits == 8 and not _DOTS[isa.level()])
 
 
 def _code_bytes(format: IntFormat) -> int:
@@ -172,7 +177,7 @@ def _pairs(b: Any, x: Any, y: Any) -> Any:
         kind, name = ir.VectorType(_I32, LANES // 2), "llvm.x86.avx2.pmadd.wd"
         sums = [call(b, name, kind, p, q) for p, q in zip(_halves(b, x), _halves(b, y), strict=True)]
         return _joined(b, sums)
-    if isa.level() in ("avx512", "avx512_bf16"):
+    if isa.level() in ("avx512", "avx512_bf16", "amx"):
         return call(b, "llvm.x86.avx512.pmaddw.d.512", _VI, x, y)
     raise ValueError(f"no product of int16 for the level {isa.level()}")
 
@@ -216,7 +221,7 @@ def _half_sums(
     b: Any, format: IntFormat, half: int, weight: Any, rows: list[Any], starts: list[Any]
 ) -> list[Any]:
     """The sums over a half of a group, 16 x int32 for each row."""
-    short = format.bits == 4 and not _is_wide(format) and isa.level() != "avx512_bf16"
+    short = format.bits == 4 and not _is_wide(format) and not _DOTS[isa.level()]
     # In int16 16 products of at most 15 * 127 are added in pairs.
     sums = [ir.Constant(_WORDS, None)] * len(rows) if short else starts
     size, quads = _code_bytes(format), HALF // 4

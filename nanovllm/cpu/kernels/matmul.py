@@ -19,8 +19,14 @@ from nanovllm.cpu.kernels.team import team_size
 from nanovllm.kernels.kinds import Kinds
 
 _COLUMNS = 64
+STEP = 32  # values of K that AMX multiplies at once
+CONFIG_BYTES = 64  # of a thread, for the sizes of AMX's tiles
 _DEPTH = Kinds("dtype of packed weights", {"float32": 1, "bfloat16": 2, "float16": 1})  # neighbours along K
-_CHUNK = 96  # rows of a program: they stay in the cache while the blocks of the weight go by
+_MATRICES = "matrices"  # in place of a dtype of activations: bfloat16, by AMX
+# Rows of a program: they stay in the cache while the blocks of the weight go by, which AMX needs less often.
+_CHUNK = Kinds("activation", {"float32": 96, "bfloat16": 96, _MATRICES: 256})
+_SUMS = Kinds("activation", {"float32": 6, "bfloat16": 6, _MATRICES: 32})  # rows of a product at most
+_SUMMED = Kinds("activation", {"float32": "float32", "bfloat16": "bfloat16", _MATRICES: "bfloat16"})
 
 
 def packed_shape(shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
@@ -100,20 +106,18 @@ class PackedExperts:
         return torch.stack([unpacked(each)[: self.n] for each in self.data])
 
 
-def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
+def _make_product(activation: str, weight: str) -> Callable[..., None]:
+    """(rows, sums, x, x_stride, w, ahead, steps): a few rows times a block, see `make_tile`."""
     from nanovllm.cpu.kernels import vectors as v
+    from nanovllm.cpu.kernels.matrices import product
     from nanovllm.cpu.kernels.tiles import groups_of, make_tile, most_rows
 
-    load, store = v.WHOLE[result]
-    load_part, store_part = v.PART[result]
-    size, add, load_f32 = v.SIZES[result], v.add, v.load_f32
-    most, chunk, columns = most_rows(), _CHUNK, _COLUMNS
-    x_size, steps_of = v.SIZES[activation], _DEPTH[weight]
-    group_bytes = 16 * v.SIZES[weight] * steps_of
-    block_bytes = columns * v.SIZES[weight]
+    if activation == _MATRICES:
+        return product  # type: ignore[no-any-return]
+    group_bytes = 16 * v.SIZES[weight] * _DEPTH[weight]
     lines = ["def tiles(rows, sums, x, x_stride, w, ahead, steps):"]
     scope: dict[str, Any] = {}
-    for rows in range(1, most + 1):
+    for rows in range(1, most_rows() + 1):
         groups = groups_of(rows)
         scope[f"tile{rows}"] = make_tile(rows, groups, activation, weight)
         lines.append(f"    {'if' if rows == 1 else 'elif'} rows == {rows}:")
@@ -122,7 +126,53 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
             for group in range(0, 4, groups)
         ]
     exec("\n".join(lines), scope)
-    tiles = jit(scope["tiles"])
+    tiles: Callable[..., None] = jit(scope["tiles"])
+    return tiles
+
+
+def _make_finish(result: str) -> Callable[..., None]:
+    """(rows, sums, out, stride, bias, residual, residual_stride): write all columns of a block."""
+    from nanovllm.cpu.kernels import vectors as v
+
+    load, store = v.WHOLE[result]
+    size, add, load_f32, line = v.SIZES[result], v.add, v.load_f32, 4 * _COLUMNS
+
+    def finish(
+        rows: int, sums: int, out: int, stride: int, bias: int, residual: int, residual_stride: int
+    ) -> None:
+        for _ in range(rows):
+            a, b, c, d = load_f32(sums), load_f32(sums + 64), load_f32(sums + 128), load_f32(sums + 192)
+            if bias:
+                a, b = add(a, load(bias)), add(b, load(bias + 16 * size))
+                c, d = add(c, load(bias + 32 * size)), add(d, load(bias + 48 * size))
+            if residual:
+                a, b = add(a, load(residual)), add(b, load(residual + 16 * size))
+                c, d = add(c, load(residual + 32 * size)), add(d, load(residual + 48 * size))
+                residual += residual_stride
+            store(out, a)
+            store(out + 16 * size, b)
+            store(out + 32 * size, c)
+            store(out + 48 * size, d)
+            sums += line
+            out += stride
+
+    return jit(finish)
+
+
+def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
+    from nanovllm.cpu.kernels import vectors as v
+    from nanovllm.cpu.kernels.matrices import CONFIG_BYTES, configure, release
+    from nanovllm.cpu.kernels.tiles import most_rows
+
+    load, store = v.WHOLE[result]
+    load_part, store_part = v.PART[result]
+    size, add, load_f32 = v.SIZES[result], v.add, v.load_f32
+    product, finish = _make_product(activation, weight), _make_finish(result)
+    by_matrices, chunk, columns = activation == _MATRICES, _CHUNK[activation], _COLUMNS
+    most = _SUMS[activation] if by_matrices else most_rows()
+    x_size, steps_of = v.SIZES[_SUMMED[activation]], _DEPTH[weight]
+    block_bytes = columns * v.SIZES[weight]
+    scratch_bytes = _SUMS[activation] * columns * 4 + CONFIG_BYTES
 
     def matmul(
         x: Address,
@@ -143,19 +193,33 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
     ) -> None:
         first, block = program // blocks * chunk, program % blocks
         last = min(first + chunk, rows)
-        sums = memory + thread * most * columns * 4
+        sums = memory + thread * scratch_bytes
+        configured = 0
         start, steps = packed + block * block_bytes * k, k // steps_of
         column = block * columns
         width = min(columns, n - column)
         # While the first rows are multiplied, the block that this thread reads next comes into its cache, by
         # halves.
         ahead = start + threads * block_bytes * k if block + threads < blocks and last - first > most else 0
-        half = block_bytes * k // 2
+        half, idle = block_bytes * k // 2, 0 if by_matrices else start
         row = first
         while row < last:
             count = -(-(last - row) // -(-(last - row) // most))  # tiles as even as possible
-            tiles(count, sums, x + row * x_stride * x_size, x_stride * x_size, start, ahead or start, steps)
+            if by_matrices:
+                count = min(most, last - row)  # whole tiles
+                if count != configured:
+                    configure(sums + scratch_bytes - CONFIG_BYTES, count)
+                    configured = count
+            x_row = x + row * x_stride * x_size
+            product(count, sums, x_row, x_stride * x_size, start, ahead or idle, steps)
             ahead = ahead + half if ahead and row == first else 0
+            if width == columns:
+                own_bias = bias + column * size if bias else 0
+                other = residual + (row * residual_stride + column) * size if residual else 0
+                target = out + (row * n + column) * size
+                finish(count, sums, target, n * size, own_bias, other, residual_stride * size)
+                row += count
+                continue
             for each in range(count):
                 target = out + ((row + each) * n + column) * size
                 other = residual + ((row + each) * residual_stride + column) * size
@@ -177,6 +241,8 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
                             value = add(value, load_part(other + place, rest))
                         store_part(target + place, value, rest)
             row += count
+        if by_matrices:
+            release()
 
     return matmul
 
@@ -239,6 +305,13 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _activation(x: torch.Tensor, packed: torch.Tensor, k: int) -> str:
+    """How x is multiplied. It depends on no number of rows, so that a row has the same bits in any batch."""
+    if not x.dtype == packed.dtype == torch.bfloat16 or not isa.has_bf16():
+        return "float32"
+    return _MATRICES if isa.has_matrices() and k % STEP == 0 else "bfloat16"
+
+
 def matmul(
     x: torch.Tensor,
     packed: torch.Tensor,
@@ -249,17 +322,17 @@ def matmul(
     """x [T, K] @ weight^T + bias [N] + residual [T, N] -> [T, N] in x's dtype, rounded once.
 
     packed: a weight [n or more, K], see this module's text, in any dtype of DTYPES. x: contiguous rows. Sums
-    are float32. On CPUs with AVX512_BF16 bfloat16 times bfloat16 is summed in pairs.
+    are float32. On CPUs with AVX512_BF16 bfloat16 times bfloat16 is summed in pairs, with AMX in steps of 32.
     """
     rows, k = x.shape
     out = empty((rows, n), x.dtype)
-    dots = x.dtype == packed.dtype == torch.bfloat16 and isa.has_bf16()
-    y = x if dots else widened(x)
-    variant = "bfloat16" if dots else "float32", DTYPES[packed.dtype], DTYPES[x.dtype]
+    activation = _activation(x, packed, k)
+    y = widened(x) if activation == "float32" else x
+    variant = activation, DTYPES[packed.dtype], DTYPES[x.dtype]
     blocks = -(-n // _COLUMNS)
-    memory = scratch(6 * _COLUMNS * 4)
+    memory = scratch(_SUMS[activation] * _COLUMNS * 4 + CONFIG_BYTES)
     other = 0 if residual is None else residual.stride(0)
-    programs = blocks * -(-rows // _CHUNK)
+    programs = blocks * -(-rows // _CHUNK[activation])
     _KERNEL.launch(
         variant,
         programs,

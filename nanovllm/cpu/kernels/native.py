@@ -29,6 +29,7 @@ logger = logging.getLogger("nanovllm")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 CACHE_VARIABLE = "NANOVLLM_CACHE_DIR"
 _TARGETS = {
+    "amx": "sapphirerapids",
     "avx512_bf16": "sapphirerapids",
     "avx512": "skylake-avx512",
     "avx2": "haswell",

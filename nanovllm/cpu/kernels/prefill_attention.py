@@ -3,7 +3,8 @@
 A program is some queries of one sequence with the query heads of one KV head. It copies a tile of keys,
 turned, and of values to its own memory, and then multiplies tiles that stay in registers. Tiles of keys begin
 at multiples of their size, so that a query's bits depend on no other query. Products are those of float32; on
-CPUs with AVX512_BF16 bfloat16 is multiplied in pairs, and the weights of values are rounded to it.
+CPUs with AVX512_BF16 bfloat16 is multiplied in pairs, with AMX in tiles; the weights of values are rounded to
+it.
 """
 
 from __future__ import annotations
@@ -14,23 +15,32 @@ import torch
 
 from nanovllm.cpu import isa
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel, empty, scratch
+from nanovllm.cpu.kernels.matmul import CONFIG_BYTES, STEP
 from nanovllm.kernels.paged import PLAIN, KVCache, Variant
 
 _KEYS = 64  # of a tile
 _ROWS = 96  # about so many query rows of a program
 _PASS = 6  # rows of a product
+_TILE_PASS = 32  # by AMX; 16 where a program has no more rows
+
+
+def _by_matrices(dtype: str, head_dim: int) -> bool:
+    """Whether AMX multiplies here, in tiles of 32 elements of a head."""
+    return dtype == "bfloat16" and isa.has_matrices() and head_dim % STEP == 0
 
 
 def _sizes(group: int, head_dim: int) -> tuple[int, int, int, int]:
     """Queries of a program, its rows, bytes of a row in float32, bytes of a thread's scratch memory."""
     queries = max(1, _ROWS // group)
-    rows = -(-queries * group // _PASS) * _PASS
+    rows = -(-queries * group // _TILE_PASS) * _TILE_PASS  # of either pass
+    rows = max(rows, -(-queries * group // _PASS) * _PASS)
     row = -(-head_dim // 16) * 64
-    return queries, rows, row, rows * (2 * row + 4 * _KEYS + 8) + (2 * _KEYS + 18) * row + 64
+    return queries, rows, row, rows * (2 * row + 4 * _KEYS + 8) + (2 * _KEYS + 18) * row + 64 + CONFIG_BYTES
 
 
 def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..., None]:
     from nanovllm.cpu.kernels import attention_tiles as tiles
+    from nanovllm.cpu.kernels import matrices
     from nanovllm.cpu.kernels import vectors as v
 
     size, rest = v.SIZES[dtype], head_dim % 16
@@ -50,7 +60,11 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
     has_sinks, sink_size = sink_dtype != "", v.SIZES[sink_dtype or "float32"]
     most_queries, most_rows, row_bytes, scratch_bytes = _sizes(group, head_dim)
     whole, vectors_of_row, keys = head_dim // 16, row_bytes // 64, _KEYS
-    few = _PASS
+    by_matrices = _by_matrices(dtype, head_dim)
+    in_tiles, add_in_tiles = matrices.product, matrices.add_product
+    configure, release = matrices.configure, matrices.release
+    unit = STEP if by_matrices else 16  # keys that are filled up with zeros
+    plain_pass, tile_pass, half_pass = _PASS, _TILE_PASS, _TILE_PASS // 2
 
     def prefill(
         q: Address,
@@ -87,6 +101,9 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
         out += (first * kv_heads + head) * group * head_dim * size
         out_stride = kv_heads * group * head_dim * size
         rows = count * group
+        few = plain_pass
+        if by_matrices:
+            few = tile_pass if rows > half_pass else half_pass
         passes = (rows + few - 1) // few
         position = context - end + first  # of the first query
         queries = memory + thread * scratch_bytes
@@ -97,6 +114,8 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
         turned = totals + 4 * most_rows
         panels = turned + keys * row_bytes  # of values: rows of keys, or of pairs of keys
         stage = panels + keys * row_bytes
+        if by_matrices:
+            configure(queries + scratch_bytes - CONFIG_BYTES, few)
         for r in range(passes * few):
             source = q + ((first + r // group) * q_stride + (head * group + r % group) * q_head_stride) * size
             for j in range(vectors_of_row):
@@ -123,7 +142,7 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
         high = position + count if context else 0
         for tile in range(low // keys * keys, high, keys):
             stop = min(tile + keys, high)
-            groups = (stop - tile + 15) // 16
+            groups = (stop - tile + unit - 1) // unit * (unit // 16)
             for at in range(tile, tile + 16 * groups):
                 inside = at - tile
                 key_row, block = stage + inside % 16 * row_bytes, 0
@@ -163,7 +182,10 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
                 r = each * few
                 if position + (min(r + few, rows) - 1) // group >= tile:
                     target, source = scores + 4 * r * keys, queries + r * row_bytes
-                    fresh(target, 4 * keys, source, row_bytes, turned, 4 * keys, head_dim // of_pair)
+                    if by_matrices:
+                        in_tiles(few, target, source, row_bytes, turned, 0, head_dim // 2)
+                    else:
+                        fresh(target, 4 * keys, source, row_bytes, turned, 4 * keys, head_dim // of_pair)
             for r in range(rows):
                 own, mine = scores + 4 * r * keys, position + r // group
                 seen, hidden = mine + 1 - tile, (mine - window + 1 - tile if window else 0)
@@ -205,7 +227,12 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
                 if used > 0:
                     target, source = sums + r * row_bytes, scores + 4 * r * keys
                     count_used = (used + of_pair - 1) // of_pair
-                    product(target, row_bytes, source, 4 * keys, panels, row_bytes, count_used)
+                    if by_matrices:
+                        add_in_tiles(few, target, source, 4 * keys, panels, head_dim, 8 * groups)
+                    else:
+                        product(target, row_bytes, source, 4 * keys, panels, row_bytes, count_used)
+        if by_matrices:
+            release()
         for r in range(rows):
             total = splat(get_f32(totals + 4 * r))
             if has_sinks:

@@ -40,6 +40,7 @@ _NEVER_SEVERAL = 2  # rows of tiles that are the only one of their rows, or the 
 _TILES = Kinds(
     "instruction set",
     {
+        "amx": dict.fromkeys(range(1, 7), 4),
         "avx512_bf16": dict.fromkeys(range(1, 7), 4),
         "avx512": dict.fromkeys(range(1, 7), 4),
         "avx2": {1: 4, 2: 2, 3: 1, 4: 1, 5: 1},
