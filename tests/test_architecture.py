@@ -66,7 +66,7 @@ COMPILERS = {"numba", "llvmlite"}
 # Others import them where they compile.
 ALWAYS_COMPILE = {
     f"cpu.kernels.{name}"
-    for name in ("vectors", "vector_math", "emitting", "tiles", "int_vectors", "attention_tiles")
+    for name in ("vectors", "vector_math", "emitting", "tiles", "int_vectors", "attention_tiles", "matrices")
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.stat().st_size)
 

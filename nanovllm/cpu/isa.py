@@ -23,6 +23,8 @@ VARIABLE = "NANOVLLM_CPU_ISA"
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _MATRICES = {"amx-tile", "amx-bf16", "amx-int8"}
+MATRIX_STEP = 32  # values of K that AMX multiplies at once
+MATRIX_CONFIG = 64  # bytes of memory for the sizes of its tiles
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # numbers of Linux on x86-64
 _BF16 = _AVX512 | {"avx512bf16", "avx512vnni"}
 # Fastest first, with the features that LLVM must find in the CPU. "generic" is plain loops, which LLVM turns

@@ -2,6 +2,7 @@
 
 A weight [N, K] is packed into blocks of 64 columns of the product: [blocks, K, 64], and in bfloat16
 [blocks, K / 2, 64, 2], as instructions for dot products of pairs read it. The last block is filled with 0.
+AMX reads these pairs as they lie.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from nanovllm.cpu.kernels.team import team_size
 from nanovllm.kernels.kinds import Kinds
 
 _COLUMNS = 64
-STEP = 32  # values of K that AMX multiplies at once
-CONFIG_BYTES = 64  # of a thread, for the sizes of AMX's tiles
 _DEPTH = Kinds("dtype of packed weights", {"float32": 1, "bfloat16": 2, "float16": 1})  # neighbours along K
 _MATRICES = "matrices"  # in place of a dtype of activations: bfloat16, by AMX
 # Rows of a program: they stay in the cache while the blocks of the weight go by, which AMX needs less often.
@@ -161,7 +160,7 @@ def _make_finish(result: str) -> Callable[..., None]:
 
 def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
     from nanovllm.cpu.kernels import vectors as v
-    from nanovllm.cpu.kernels.matrices import CONFIG_BYTES, configure, release
+    from nanovllm.cpu.kernels.matrices import configure, release
     from nanovllm.cpu.kernels.tiles import most_rows
 
     load, store = v.WHOLE[result]
@@ -172,7 +171,8 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
     most = _SUMS[activation] if by_matrices else most_rows()
     x_size, steps_of = v.SIZES[_SUMMED[activation]], _DEPTH[weight]
     block_bytes = columns * v.SIZES[weight]
-    scratch_bytes = _SUMS[activation] * columns * 4 + CONFIG_BYTES
+    sums_bytes = _SUMS[activation] * columns * 4
+    scratch_bytes = sums_bytes + isa.MATRIX_CONFIG
 
     def matmul(
         x: Address,
@@ -208,7 +208,7 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
             if by_matrices:
                 count = min(most, last - row)  # whole tiles
                 if count != configured:
-                    configure(sums + scratch_bytes - CONFIG_BYTES, count)
+                    configure(sums + sums_bytes, count)
                     configured = count
             x_row = x + row * x_stride * x_size
             product(count, sums, x_row, x_stride * x_size, start, ahead or idle, steps)
@@ -309,7 +309,7 @@ def _activation(x: torch.Tensor, packed: torch.Tensor, k: int) -> str:
     """How x is multiplied. It depends on no number of rows, so that a row has the same bits in any batch."""
     if not x.dtype == packed.dtype == torch.bfloat16 or not isa.has_bf16():
         return "float32"
-    return _MATRICES if isa.has_matrices() and k % STEP == 0 else "bfloat16"
+    return _MATRICES if isa.has_matrices() and k % isa.MATRIX_STEP == 0 else "bfloat16"
 
 
 def matmul(
@@ -327,10 +327,10 @@ def matmul(
     rows, k = x.shape
     out = empty((rows, n), x.dtype)
     activation = _activation(x, packed, k)
-    y = widened(x) if activation == "float32" else x
+    y = x if DTYPES[x.dtype] == _SUMMED[activation] else widened(x)
     variant = activation, DTYPES[packed.dtype], DTYPES[x.dtype]
     blocks = -(-n // _COLUMNS)
-    memory = scratch(_SUMS[activation] * _COLUMNS * 4 + CONFIG_BYTES)
+    memory = scratch(_SUMS[activation] * _COLUMNS * 4 + isa.MATRIX_CONFIG)
     other = 0 if residual is None else residual.stride(0)
     programs = blocks * -(-rows // _CHUNK[activation])
     _KERNEL.launch(

@@ -12,9 +12,9 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from nanovllm.cpu import isa
 from nanovllm.cpu.kernels.checking import CHECKED
 from nanovllm.cpu.kernels.emitting import I8, I64, call, check, emitted, i64, plus, prefetch, store, void
-from nanovllm.cpu.kernels.matmul import CONFIG_BYTES
 
 _TILE_ROWS, _TILE_BYTES = 16, 64  # a tile's rows, and bytes of one
 _GROUPS = 4  # tiles of a block of a weight, for each step of K
@@ -55,11 +55,14 @@ def _store(b: Any, tile: int, address: Any, stride: Any, rows: Any) -> None:
 
 @emitted(void, i64, i64)
 def configure(b: Any, memory: Any, rows: Any) -> None:
-    """Give the tiles of this thread their sizes, for products of 1 to 32 rows. memory: of CONFIG_BYTES."""
+    """Give the tiles of this thread their sizes, for products of 1 to 32 rows.
+
+    memory: of MATRIX_CONFIG bytes.
+    """
     first = b.select(b.icmp_signed("<", rows, _WHOLE), rows, _WHOLE)
     second = b.select(b.icmp_signed(">", rows, _WHOLE), b.sub(rows, _WHOLE), first)
     heights = [second if tile in _OF_SECOND else _WHOLE if tile in _FACTORS else first for tile in range(8)]
-    for word in range(CONFIG_BYTES // 8):
+    for word in range(isa.MATRIX_CONFIG // 8):
         store(b, plus(b, memory, 8 * word), _number(0))
     store(b, memory, ir.Constant(I8, 1))  # the palette
     for tile, height in enumerate(heights):

@@ -15,18 +15,18 @@ import torch
 
 from nanovllm.cpu import isa
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel, empty, scratch
-from nanovllm.cpu.kernels.matmul import CONFIG_BYTES, STEP
 from nanovllm.kernels.paged import PLAIN, KVCache, Variant
 
 _KEYS = 64  # of a tile
 _ROWS = 96  # about so many query rows of a program
+_SPARE = 64 + isa.MATRIX_CONFIG  # bytes
 _PASS = 6  # rows of a product
 _TILE_PASS = 32  # by AMX; 16 where a program has no more rows
 
 
 def _by_matrices(dtype: str, head_dim: int) -> bool:
     """Whether AMX multiplies here, in tiles of 32 elements of a head."""
-    return dtype == "bfloat16" and isa.has_matrices() and head_dim % STEP == 0
+    return dtype == "bfloat16" and isa.has_matrices() and head_dim % isa.MATRIX_STEP == 0
 
 
 def _sizes(group: int, head_dim: int) -> tuple[int, int, int, int]:
@@ -35,7 +35,7 @@ def _sizes(group: int, head_dim: int) -> tuple[int, int, int, int]:
     rows = -(-queries * group // _TILE_PASS) * _TILE_PASS  # of either pass
     rows = max(rows, -(-queries * group // _PASS) * _PASS)
     row = -(-head_dim // 16) * 64
-    return queries, rows, row, rows * (2 * row + 4 * _KEYS + 8) + (2 * _KEYS + 18) * row + 64 + CONFIG_BYTES
+    return queries, rows, row, rows * (2 * row + 4 * _KEYS + 8) + (2 * _KEYS + 18) * row + _SPARE
 
 
 def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..., None]:
@@ -63,7 +63,8 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
     by_matrices = _by_matrices(dtype, head_dim)
     in_tiles, add_in_tiles = matrices.product, matrices.add_product
     configure, release = matrices.configure, matrices.release
-    unit = STEP if by_matrices else 16  # keys that are filled up with zeros
+    unit = isa.MATRIX_STEP if by_matrices else 16  # keys that are filled up with zeros
+    config_bytes = isa.MATRIX_CONFIG
     plain_pass, tile_pass, half_pass = _PASS, _TILE_PASS, _TILE_PASS // 2
 
     def prefill(
@@ -115,7 +116,7 @@ def _make(dtype: str, group: int, head_dim: int, sink_dtype: str) -> Callable[..
         panels = turned + keys * row_bytes  # of values: rows of keys, or of pairs of keys
         stage = panels + keys * row_bytes
         if by_matrices:
-            configure(queries + scratch_bytes - CONFIG_BYTES, few)
+            configure(queries + scratch_bytes - config_bytes, few)
         for r in range(passes * few):
             source = q + ((first + r // group) * q_stride + (head * group + r % group) * q_head_stride) * size
             for j in range(vectors_of_row):
