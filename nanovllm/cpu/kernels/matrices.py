@@ -93,11 +93,15 @@ def product(b: Any, rows: Any, sums: Any, x: Any, x_stride: Any, w: Any, ahead: 
 
 
 def _few_rows(b: Any, rows: Any, sums: Any, x: Any, x_stride: Any, w: Any, rounds: Any) -> None:
-    """Up to 16 rows: one tile of activations, all columns at once, so that the weight is read in order."""
+    """Up to 16 rows: one tile of activations, all columns at once, so that the weight is read in order. Each
+    round asks for the lines of the next one: loads of tiles alone wait for memory (one row of 6,144 x 1,024
+    from memory, two threads: 1,113 to 1,986 us without, 832 to 1,026 with)."""
     for tile in range(_GROUPS):
         _tile(b, "tilezero", tile)
     with cgutils.for_range(b, rounds) as loop:
         block = b.add(w, b.mul(loop.index, _number(_ROUND_BYTES)))
+        for line in range(0, _ROUND_BYTES, 64):
+            prefetch(b, plus(b, block, _ROUND_BYTES + line))
         _load(b, _FIRST_X, b.add(x, b.mul(loop.index, _number(_TILE_BYTES))), x_stride, rows)
         for group in range(_GROUPS):
             factor = _FACTORS[group % 2]
