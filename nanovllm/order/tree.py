@@ -146,8 +146,8 @@ def _parted(
     if (first[1:] >= first[:-1]).all():  # nothing moves
         return rows, places[first]
     walk = np.argsort(first, kind="stable")
-    begins = np.flatnonzero(run_starts(first[walk]))
-    return rows[walk], np.repeat(places[begins], np.diff(begins, append=len(rows)))
+    starts = np.flatnonzero(run_starts(first[walk]))
+    return rows[walk], np.repeat(places[starts], np.diff(starts, append=len(rows)))
 
 
 def _hashes(windows: np.ndarray, offsets: np.ndarray, rows: np.ndarray, depth: int) -> np.ndarray:
