@@ -24,7 +24,7 @@ from nanovllm.params import SamplingParams
 from nanovllm.text.processor import ENCODED_BYTES
 from nanovllm.text.prompts import Prompt, Request
 
-_AHEAD = 2  # requests in the engine, in multiples of `max_num_seqs`: those that run, and as many
+_AHEAD = 3  # requests in the engine, in multiples of `max_num_seqs`: those that run, and twice as many
 _AHEAD_OF_REPLICAS = 12  # the same, as a router chooses among many
 _PART = 16  # of the requests that are missing there, which are tokenised between two steps
 _GROWTH = 12  # bytes that normalising makes of one: NFKC makes 33 of 3

@@ -76,7 +76,7 @@ def release(b: Any) -> None:
     _tile(b, "tilerelease")
 
 
-@emitted(void, *[i64] * 7)
+@emitted(void, i64, i64, i64, i64, i64, i64, i64)
 def product(b: Any, rows: Any, sums: Any, x: Any, x_stride: Any, w: Any, ahead: Any, steps: Any) -> None:
     """x [rows, K] times a block of a packed weight, written to sums [rows, 64] float32. x_stride in bytes;
     steps: K / 2, a multiple of 16. The tiles are configured for `rows`. With more than 16 rows it meanwhile
@@ -138,7 +138,7 @@ def _many_rows(b: Any, rows: Any, sums: Any, x: Any, x_stride: Any, w: Any, ahea
                 _store(b, 2 * row + group, plus(b, sums, at), _LINE, count)
 
 
-@emitted(void, *[i64] * 7)
+@emitted(void, i64, i64, i64, i64, i64, i64, i64)
 def add_product(
     b: Any, rows: Any, sums: Any, x: Any, x_stride: Any, m: Any, columns: Any, steps: Any
 ) -> None:

@@ -264,7 +264,7 @@ def test_arguments_that_a_call_does_not_have(llm: LLM) -> None:
         "LLM.sleep() got an unknown argument 'depth'; it knows: level": lambda: any_llm.sleep(depth=1),
         "LLM.step() takes 1 positional argument": lambda: any_llm.step(1),
         "LLM.close() takes 1 positional argument": lambda: any_llm.close(1),
-        "LLM.__init__() takes": lambda: LLM("model", "tokenizer"),  # type: ignore[call-arg]
+        "LLM() got 'tokenizer' behind the model": lambda: LLM("model", "tokenizer"),  # type: ignore[call-arg]
         "LLM has no attribute 'statz'; did you mean 'stats'": lambda: any_llm.statz,
         "LLM.chat() got an unknown argument 'documents'; it knows: ": lambda: llm.chat([], documents=1),
         "LLM.chat() got an unknown argument 'thinking'; did you mean 'enable_": lambda: llm.chat(

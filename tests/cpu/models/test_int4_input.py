@@ -196,7 +196,8 @@ def test_sizes_that_a_format_cannot_hold(tmp_path: Path) -> None:
     folder = write_int4(source, tmp_path / "int4", "awq", group=16)
     edit_json(folder / "config.json", quantization_config=AWQ)
     with pytest.raises(
-        ValueError, match="q_proj has 64 outputs and 32 inputs, which AWQ with groups of 128 cannot"
+        ValueError,
+        match="q_proj has 64 outputs and 32 inputs, which AWQ with groups of 128, of config.json, cannot",
     ):
         check_weights(load_model_config(folder), folder)
 
