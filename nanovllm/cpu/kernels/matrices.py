@@ -14,7 +14,7 @@ from numba.core import cgutils
 
 from nanovllm.cpu import isa
 from nanovllm.cpu.kernels.checking import CHECKED
-from nanovllm.cpu.kernels.emitting import I8, I64, call, check, emitted, i64, plus, prefetch, store, void
+from nanovllm.cpu.kernels.emitting import I8, I64, check, emitted, i64, plus, prefetch, store, void
 
 _TILE_ROWS, _TILE_BYTES = 16, 64  # a tile's rows, and bytes of one
 _GROUPS = 4  # tiles of a block of a weight, for each step of K
@@ -35,7 +35,8 @@ _WHOLE, _LINE = _number(_TILE_ROWS), _number(_LINE_BYTES)
 def _tile(b: Any, name: str, *arguments: Any) -> None:
     """An instruction of tiles; a tile is its number."""
     values = [ir.Constant(I8, each) if isinstance(each, int) else each for each in arguments]
-    call(b, f"llvm.x86.{name}", ir.VoidType(), *values)
+    kind = ir.FunctionType(ir.VoidType(), [each.type for each in values])
+    b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{name}"), values)
 
 
 def _pointer(b: Any, address: Any, stride: Any, rows: Any) -> Any:

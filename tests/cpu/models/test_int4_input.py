@@ -197,7 +197,7 @@ def test_sizes_that_a_format_cannot_hold(tmp_path: Path) -> None:
     edit_json(folder / "config.json", quantization_config=AWQ)
     with pytest.raises(
         ValueError,
-        match="q_proj has 64 outputs and 32 inputs, which AWQ with groups of 128, of config.json, cannot",
+        match=r"q_proj has 64 outputs and 32 inputs, which AWQ with groups of 128, of config\.json, cannot",
     ):
         check_weights(load_model_config(folder), folder)
 
