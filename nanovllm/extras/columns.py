@@ -98,7 +98,7 @@ class TokenMasks:
     """
 
     rows: np.ndarray  # [M] int64, of the step's sequences
-    masks: np.ndarray  # [M] int64, the row of `bits` of each
+    mask_of: np.ndarray  # [M] int64, the row of `bits` of each
     bits: np.ndarray  # [U, ceil(vocabulary / 32)] int32; bit i % 32 of word i // 32: token i is allowed
     processors: tuple[tuple[int, LogitsProcessor, list[int], list[int]], ...] = ()
 

@@ -183,7 +183,7 @@ class ExtrasEnding:
         if masks is None or not len(masks.rows):
             return None
         mask_of_row = np.full(num_rows, PADDING, np.int64)
-        mask_of_row[masks.rows] = masks.masks
+        mask_of_row[masks.rows] = masks.mask_of
         return RowMasks(self._send(mask_of_row), self._send(masks.bits))
 
     def _biased(

@@ -43,8 +43,19 @@ class Format(Protocol):
 _DECODER = json.JSONDecoder(strict=False)  # models write newlines in strings
 
 
+class _Marked:
+    """The marks of a format: those that begin calls, and more."""
+
+    opens: tuple[str, ...]
+    more_marks: tuple[str, ...]
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.opens + self.more_marks
+
+
 @dataclass(frozen=True)
-class JsonCalls:
+class JsonCalls(_Marked):
     """Calls whose arguments are JSON.
 
     head: what stands before the JSON, with the groups `name` and `id` if it has them; without a name the JSON
@@ -57,10 +68,6 @@ class JsonCalls:
     tail: str
     more_marks: tuple[str, ...] = ()
     noise: str = ""
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return self.opens + self.more_marks
 
     def calls(self, text: str) -> Iterator[Call]:
         at, head, tail = 0, re.compile(self.head), re.compile(rf"\s*(?:{self.tail})")
@@ -102,7 +109,7 @@ def _json_call(start: int, end: int, names: dict[str, Any], value: Any) -> Call:
 
 
 @dataclass(frozen=True)
-class TaggedCalls:
+class TaggedCalls(_Marked):
     """Calls whose arguments stand one by one between tags, as plain text.
 
     head: a regular expression with the group `name`. key: one with the group `key`, up to the value.
@@ -121,10 +128,6 @@ class TaggedCalls:
     more_marks: tuple[str, ...] = ()
     trims: bool = False
     noise: str = ""
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return self.opens + self.more_marks
 
     def calls(self, text: str) -> Iterator[Call]:
         heads, close = list(re.finditer(self.head, text)), re.compile(self.close)
@@ -172,15 +175,11 @@ class TaggedCalls:
 
 
 @dataclass(frozen=True)
-class GemmaCalls:
+class GemmaCalls(_Marked):
     """Gemma's calls, which are no JSON: `<|tool_call>call:NAME{key:value}<tool_call|>`."""
 
     opens: tuple[str, ...] = ("<|tool_call>",)
     more_marks: tuple[str, ...] = ("<tool_call|>", '<|"|>', "<|tool_response>")
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return self.opens + self.more_marks
 
     def calls(self, text: str) -> Iterator[Call]:
         at = 0
@@ -209,16 +208,12 @@ _FUNCTION_TAGS = TaggedCalls(
 
 
 @dataclass(frozen=True)
-class MuseCalls:
+class MuseCalls(_Marked):
     """Calls of Muse Glimmer: tags in a message to a tool, whose header stands in the text. The same tags in a
     message to the user are a quotation."""
 
     opens: tuple[str, ...] = ("<|start|>",)
     more_marks: tuple[str, ...] = ("<|message|>", "<|eom|>", "<|eot|>")
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return self.opens + self.more_marks
 
     def calls(self, text: str) -> Iterator[Call]:
         heads = list(re.finditer(r"<\|start\|>assistant to=([^\s<]+)<\|message\|>", text))

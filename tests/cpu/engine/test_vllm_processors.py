@@ -23,8 +23,12 @@ from nanovllm import (
 )
 
 PROMPTS = ["What is 2 + 3?", "Sort: d b a", "Spell: cat"]
-OPTIONS: dict[str, Any] = {"model": demo_model_path(), "device": "cpu", "num_kvcache_blocks": 32}
-OPTIONS["dtype"] = "float32"  # decode and prefill give the same tokens, on any CPU
+OPTIONS: dict[str, Any] = {
+    "model": demo_model_path(),
+    "device": "cpu",
+    "num_kvcache_blocks": 32,
+    "dtype": "float32",  # decode and prefill give the same tokens, on any CPU
+}
 
 
 def greedy(**extra_args: Any) -> SamplingParams:

@@ -89,7 +89,8 @@ def test_a_wrong_level_is_an_error_at_the_start(
     isa.forget()
     monkeypatch.setenv(isa.VARIABLE, "avx3")
     try:
-        message = "NANOVLLM_CPU_ISA=avx3: there is no such level; use one of amx, avx512_bf16, avx512, avx2"
+        levels = "amx, avx512_bf16, avx512, avx2, generic"
+        message = f"NANOVLLM_CPU_ISA=avx3: there is no such level; use one of {levels}"
         assert error_of_a_start().startswith(message)
         assert main(["doctor", "--device", "cpu"]) == 2
         assert message in capsys.readouterr().out
