@@ -103,6 +103,13 @@ ENGINES: dict[str, tuple[str, dict[str, Any], tuple[Row, ...]]] = {
         {},
         (Row("Qwen3.5-35B-A3B"), Row("Qwen3.5-35B-A3B, few", "few")),
     ),
+    "qwen3.5 35b fp8": (
+        "qwen3.5-35b-a3b",
+        FP8,
+        (Row("Qwen3.5-35B-A3B FP8"), Row("Qwen3.5-35B-A3B FP8, few", "few")),
+    ),
+    "qwen3.5 27b": ("qwen3.5-27b", {}, (Row("Qwen3.5-27B"), Row("Qwen3.5-27B, few", "few"))),
+    "gemma4 26b": ("gemma4-26b-a4b", {}, (Row("Gemma-4-26B-A4B"), Row("Gemma-4-26B-A4B, few", "few"))),
     "gpt-oss": ("gpt-oss-20b", {}, (Row("gpt-oss-20b"), Row("gpt-oss-20b, 16 sequences", "few"))),
 }
 

@@ -29,8 +29,9 @@ EMPTY_BATCH = Batch(
 )
 
 
-def capture(runner: ModelRunner, progress: bool) -> None:
-    """Capture decode steps for batch sizes that cover `max_num_seqs`, over the fixed input buffer."""
+def capture(runner: ModelRunner) -> None:
+    """Graphs of decode steps for batch sizes that cover `max_num_seqs`, over the fixed input buffer. Captures
+    the largest one; all others are captured on first use."""
     rehearsal = Rehearsal(runner.model.model)
 
     def make(shared: SharedRows | None, drawn: bool, sizes: list[int], pool: object) -> CUDAGraphs:
@@ -39,8 +40,8 @@ def capture(runner: ModelRunner, progress: bool) -> None:
 
     sizes = graph_sizes(runner.config.max_num_seqs)
     runner.graphs[0, True] = first = make(None, True, sizes, None)
-    first.capture_all(progress and runner.tp.rank == 0)
-    # Captured on first use, and in fewer sizes: most workloads do not need them.
+    first.capture(sizes[-1])
+    # In fewer sizes: most workloads do not need them.
     few = sizes[::-4][::-1]
     runner.graphs[0, False] = make(None, False, sorted({*sizes[:3], *sizes[::-2]}), first.pool)
     if runner.prefixes is not None:

@@ -6,9 +6,10 @@ Knows no batch and no family, only sizes and functions that run a padded step.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.compat import FEW_ROWS, in_graph
+
+_ROOM = 64 << 20  # bytes of the device that a capture needs at most; the driver takes some megabytes
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -27,6 +30,12 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     few = range(1, FEW_ROWS + 1)
     sizes = {*few, *range(8, 65, 8), *range(80, max_num_seqs, 16), max_num_seqs}
     return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+@lru_cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 class CUDAGraphs:
@@ -49,20 +58,14 @@ class CUDAGraphs:
         self._make_step = make_step
         self._device = device
         self._rehearsing = rehearsing
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
-
-    def capture_all(self, progress: bool) -> None:
-        """Capture every size, largest first, so that smaller sizes reuse its memory."""
-        sizes: Iterable[int] = self.sizes[::-1]
-        if progress:  # else not even a disabled bar: a worker must not own the semaphore that tqdm creates
-            from tqdm import tqdm
-
-            sizes = tqdm(sizes, "Capturing CUDA graphs", leave=False)
-        for size in sizes:
-            self.capture(size)
+        self._graphs: dict[int, Callable[[], Any]] = {}  # what runs each size
 
     def capture(self, size: int) -> None:
-        """Capture one size, unless it is captured. Runs its step, so it overwrites the input buffers."""
+        """Capture one size, unless it is captured. Runs its step, so it overwrites the input buffers.
+
+        The first size should be the largest: smaller ones reuse its memory. Where the device has no memory
+        for another graph, the step is launched in place of its replay, with the same kernels.
+        """
         if size in self._graphs:
             return
         run_step = self._make_step(size)
@@ -73,12 +76,19 @@ class CUDAGraphs:
         with self._rehearsing() if self._graphs else nullcontext():
             context.run(run_step)
         torch.cuda.synchronize(self._device)
+        if self._graphs and not _has_room(self._device):
+            self._graphs[size] = partial(context.run, run_step)
+            return
         graph = torch.cuda.CUDAGraph()
-        # On torch's own capture stream, because cuBLAS keeps a workspace for every stream it has seen.
-        # Thread-local, because other threads, such as NCCL's watchdog, may query the device meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            output = context.run(run_step)
-        self._graphs[size] = (graph, output)
+        with torch.cuda.stream(capture_stream(self._device)):
+            # Thread-local, because other threads, such as NCCL's watchdog, may query the device meanwhile.
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                output = context.run(run_step)
+            finally:
+                graph.capture_end()
+        torch.cuda.synchronize(self._device)
+        self._graphs[size] = partial(_replay, graph, output)
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest size that holds `num_seqs` rows."""
@@ -87,9 +97,20 @@ class CUDAGraphs:
     def replay(self, size: int) -> Any:
         """Run the captured step of `size` rows on the current content of its tensors; return its output,
         which is valid until the next replay."""
-        graph, output = self._graphs[size]
-        graph.replay()
-        return output
+        return self._graphs[size]()
+
+
+def _has_room(device: torch.device) -> bool:
+    """Whether the device has memory for another graph, once torch has given back what it does not use."""
+    if torch.cuda.mem_get_info(device)[0] >= _ROOM:
+        return True
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0] >= _ROOM
+
+
+def _replay(graph: torch.cuda.CUDAGraph, output: Any) -> Any:
+    graph.replay()
+    return output
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:

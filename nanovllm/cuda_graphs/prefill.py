@@ -20,6 +20,7 @@ from nanovllm.attention.backends import AttentionBackend
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.batch import NO_SLOT
+from nanovllm.cuda_graphs.graphs import capture_stream
 from nanovllm.device import Device
 from nanovllm.kernels.paged import KVCache
 from nanovllm.layers.stream import Step, Stream
@@ -161,8 +162,7 @@ class PrefillGraphs:
             end(layer, q)
             begin()
 
-        stream = torch.cuda.graph.default_capture_stream or torch.cuda.Stream(device)
-        with torch.cuda.stream(stream), self._cut(cut):
+        with torch.cuda.stream(capture_stream(device)), self._cut(cut):
             begin()
             try:
                 x, step = enter()

@@ -42,9 +42,9 @@ class AheadModelRunner(ModelRunner):
             self._ahead.wait()
         super().calibrate_kv_cache()
 
-    def capture_cudagraph(self, progress: bool = False) -> None:
+    def capture_cudagraph(self) -> None:
         """As `ModelRunner`, which ends a start. The kernels of the first prompts are compiled meanwhile."""
-        super().capture_cudagraph(progress)
+        super().capture_cudagraph()
         if self._ahead is not None:
             self._ahead.wait()
             self._end_ahead()

@@ -38,7 +38,7 @@ from nanovllm.runner.protocols import PrefixFinder
 CALIBRATIONS: Table[Callable[[ModelRunner], None]] = Table(doors.CALIBRATIONS)
 _FILLS: Table[Callable[[DecoderForCausalLM, int, Callable[[], None]], None]] = Table(doors.LOAD_FORMATS)
 _PREFIXES: Table[Callable[[ModelRunner, SharedUnit], PrefixFinder]] = Table(doors.SHARED_PREFIXES)
-_CAPTURE: Table[Callable[[ModelRunner, bool], None]] = Table(doors.CUDA_GRAPHS)
+_CAPTURE: Table[Callable[[ModelRunner], None]] = Table(doors.CUDA_GRAPHS)
 
 
 class ModelRunner(BatchRunner):
@@ -236,14 +236,14 @@ class ModelRunner(BatchRunner):
         attach(layers, self.kv_cache, self.layout, self.backend.heads_first)
 
     @torch.inference_mode()
-    def capture_cudagraph(self, progress: bool = False) -> None:
-        """Capture decode steps for batch sizes that cover `max_num_seqs`, over the fixed input buffer; on a
-        CPU, record the steps that follow."""
+    def capture_cudagraph(self) -> None:
+        """Prepare graphs of decode steps over the fixed input buffer, and capture the largest one; on a CPU,
+        record the steps that follow."""
         if not (self.config.enforce_eager or self.device.is_cuda or self.tp.size > 1):
             self.recorded = cpu_door("recorded_steps")()
         if self.config.enforce_eager or not (self.device.is_cuda and self.backend.supports_cuda_graph):
             return
-        _CAPTURE["graphs"](self, progress)
+        _CAPTURE["graphs"](self)
 
     def forget_recorded(self) -> None:
         """Addresses that recorded steps use change: record steps again."""

@@ -84,7 +84,7 @@ def _start_ranks(setup: RankSetup, device: Device, on_progress: Callable[[], Non
         ranks.load()
         ranks.call(ModelRunner.calibrate_kv_cache)
         _allocate_kv_cache(ranks, max(ranks.call(ModelRunner.warmup_model)))
-        ranks.call(ModelRunner.capture_cudagraph, logger.isEnabledFor(logging.INFO))
+        ranks.call(ModelRunner.capture_cudagraph)
         return ranks
     except BaseException:
         ranks.abandon()

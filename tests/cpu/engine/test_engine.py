@@ -164,6 +164,7 @@ def test_padded_decode_steps(model: Path, prompts: list, expected: list) -> None
         want = tokens(llm.generate(few, params, use_tqdm=False))
         assert want[0] == expected[1][: lens[0]]
         replay_steps(llm)
+        assert sorted(inside.runner(llm).graphs[0, True].steps) == [7], "others wait for their first use"
         assert tokens(llm.generate(few, params, use_tqdm=False)) == want
         assert sorted(inside.runner(llm).graphs[0, True].steps) == [1, 2, 7]
 
