@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm.drafts import scheduler
@@ -20,10 +21,11 @@ def compute_all_drafts(patch: pytest.MonkeyPatch, share: Callable[[], float] = l
     """Steps compute all drafts for which they have rows, whatever that costs. share: how many of the next
     sequence's, 0 to 1."""
 
-    def choose(self: Budget, gains: Sequence[Sequence[float]]) -> list[int]:
+    def choose(self: Budget, gains: np.ndarray) -> np.ndarray:
         counts: list[int] = []
-        for each in gains:
-            counts.append(min(round(share() * len(each)), self.most_rows - len(gains) - sum(counts)))
-        return counts
+        for each in (gains > 0).sum(1).tolist():
+            counts.append(min(round(share() * each), self.most_rows - len(gains) - sum(counts)))
+        return np.array(counts)
 
     patch.setattr(Budget, "choose", choose)
+    patch.setattr(Budget, "may_look", True)

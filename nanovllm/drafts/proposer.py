@@ -1,16 +1,18 @@
-"""Proposer: guesses the next tokens of a text from what the text, or an earlier answer, went on with before.
+"""Proposer: guesses the next tokens of texts from what a text, or an earlier answer, went on with before.
 
-A guess never changes an answer: it is only computed ahead. Needs no torch.
+A guess never changes an answer: it is only computed ahead. All texts of a step are looked up together. Needs
+no torch.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from nanovllm.drafts.places import Answers, Places
+import numpy as np
+
+from nanovllm.drafts.places import END, Answers, Lines, Places, own_places
 from nanovllm.drafts.settings import DraftSettings
 
 _PLACES_OF_NGRAMS = 8  # that are compared
@@ -18,23 +20,21 @@ _PLACES_OF_SUFFIXES = 16
 _SUFFIX = 2  # tokens of the shortest suffix that is looked up
 
 
-class Draft(NamedTuple):
-    """Guessed tokens, and of each the share of the places found that go on so, with those before it."""
+class Drafts(NamedTuple):
+    """Guessed tokens of M texts, K at most, and of each the share of the places found that go on so, with
+    those before it: never rising, and 0 where nothing is guessed."""
 
-    token_ids: list[int]
-    shares: list[float]
-
-
-NOTHING = Draft([], [])
+    token_ids: np.ndarray  # [M, K] int32
+    shares: np.ndarray  # [M, K] float64
 
 
 class Proposer(Protocol):
     """Guesses tokens by one method."""
 
-    width: int  # of the `Places` of a text
+    most: int  # tokens of a text at once
 
-    def draft(self, text: Places, most: int) -> Draft:
-        """At most `most` tokens that may follow a text."""
+    def draft(self, lines: Lines) -> Drafts:
+        """At most `most` tokens that may follow each text."""
 
     def ended(self, output: array[int]) -> None:
         """A sequence ended with this output."""
@@ -45,20 +45,17 @@ class NGrams:
     that occurred before; the tokens that followed there. Of equally long ones the latest."""
 
     def __init__(self, settings: DraftSettings) -> None:
-        self.width, self._longest = settings.prompt_lookup_min, settings.prompt_lookup_max
+        self.most = settings.num_speculative_tokens
+        self._width, self._longest = settings.prompt_lookup_min, settings.prompt_lookup_max
 
-    def draft(self, text: Places, most: int) -> Draft:
-        best, found = 0, -1
-        for place in text.earlier(_PLACES_OF_NGRAMS):
-            length = text.matched(place, text.ids, self._longest)
-            if length > best:
-                best, found = length, place
-            if length == self._longest:
-                break
-        if found < 0:
-            return NOTHING
-        token_ids = _following(text, found, most)
-        return Draft(token_ids, [1.0] * len(token_ids))
+    def draft(self, lines: Lines) -> Drafts:
+        places = own_places(lines, self._width, self._longest, _PLACES_OF_NGRAMS)
+        if not places.lengths.any():
+            return nothing(len(places.at), self.most)
+        best = places.lengths.argmax(1)[:, None]  # of equal ones the first
+        at, lengths = (np.take_along_axis(each, best, 1) for each in (places.at, places.lengths))
+        token_ids = places._replace(at=at, lengths=lengths).following(self.most)[:, 0]
+        return Drafts(token_ids, np.repeat(lengths > 0, self.most, 1).astype(float))
 
     def ended(self, output: array[int]) -> None:
         """Other texts are not looked up."""
@@ -71,8 +68,6 @@ class Suffixes:
     Without a tree: of each place the match is counted back, and the places vote.
     """
 
-    width = _SUFFIX
-
     def __init__(self, settings: DraftSettings) -> None:
         self._factor, self._least = (
             settings.suffix_decoding_max_spec_factor,
@@ -81,53 +76,48 @@ class Suffixes:
         self._depth = settings.suffix_decoding_max_tree_depth
         # Tokens that match, at most: a longer match leaves less of the depth for drafts.
         self._longest = max(_SUFFIX, math.ceil(self._depth / (1 + self._factor)))
-        self._answers = Answers(_SUFFIX, settings.suffix_decoding_max_cached_requests)
+        drafts = self._allowed(np.arange(1, self._longest + 1)).max(initial=1)
+        self.most = min(int(drafts), settings.num_speculative_tokens)
+        self._answers = Answers(settings.suffix_decoding_max_cached_requests)
 
-    def draft(self, text: Places, most: int) -> Draft:
-        own = self._voted(text, text.earlier(_PLACES_OF_SUFFIXES), text.ids, most)
-        if sum(own.shares) >= most:
-            return own
-        others = self._voted(self._answers, self._answers.of(text, _PLACES_OF_SUFFIXES), text.ids, most)
-        return max(own, others, key=lambda draft: sum(draft.shares))
+    def _allowed(self, lengths: np.ndarray) -> np.ndarray:
+        """Drafts after a match of these lengths."""
+        return np.minimum((self._factor * lengths).astype(np.int64), self._depth - lengths)
+
+    def draft(self, lines: Lines) -> Drafts:
+        own = self._voted(own_places(lines, _SUFFIX, self._longest, _PLACES_OF_SUFFIXES))
+        others = self._voted(self._answers.places(lines, self._longest, _PLACES_OF_SUFFIXES))
+        is_own = (own.shares.sum(1) >= others.shares.sum(1))[:, None]
+        return Drafts(*(np.where(is_own, *pair) for pair in zip(own, others, strict=True)))
 
     def ended(self, output: array[int]) -> None:
         self._answers.add(output)
 
-    def _voted(self, source: Places, places: Iterable[int], ids: array[int], most: int) -> Draft:
-        """What the places of the longest match agree on."""
-        lengths = [(place, source.matched(place, ids, self._longest)) for place in places]
-        longest = max([length for _, length in lengths], default=0)
-        most = min(most, int(self._factor * longest), self._depth - longest)
-        group = [_following(source, place, most) for place, length in lengths if length == longest]
-        draft = Draft([], [])
-        total = len(group)
-        for depth in range(most):
-            votes: dict[int, int] = {}
-            for each in group:
-                if depth < len(each):
-                    votes[each[depth]] = votes.get(each[depth], 0) + 1
-            if not votes:
+    def _voted(self, places: Places) -> Drafts:
+        """What the places of each text's longest match agree on."""
+        drafts = nothing(len(places.at), self.most)
+        longest = places.lengths.max(1, initial=0)
+        most = np.where(longest > 0, np.minimum(self._allowed(longest), self.most), 0)
+        if not most.any():
+            return drafts
+        alive = (places.lengths == longest[:, None]) & (most > 0)[:, None]
+        total = np.maximum(alive.sum(1), 1)
+        for depth, tokens in enumerate(np.moveaxis(places.following(int(most.max())), 2, 0)):
+            alive &= (tokens != END) & (depth < most)[:, None]
+            votes = ((tokens[:, :, None] == tokens[:, None, :]) & alive[:, None, :]).sum(2) * alive
+            best = votes.argmax(1)[:, None]  # of equal ones that of the latest place
+            token = np.take_along_axis(tokens, best, 1)
+            share = np.take_along_axis(votes, best, 1)[:, 0] / total
+            share[share < self._least] = 0.0
+            if not share.any():
                 break
-            token_id = max(votes, key=votes.__getitem__)  # of equal ones that of the latest place
-            share = votes[token_id] / total
-            if token_id < 0 or share < self._least:
-                break
-            draft.token_ids.append(token_id)
-            draft.shares.append(share)
-            group = [each for each in group if depth < len(each) and each[depth] == token_id]
-        return draft
+            drafts.token_ids[:, depth], drafts.shares[:, depth] = token[:, 0], share
+            alive &= (tokens == token) & (share > 0)[:, None]
+        return drafts
 
 
-def _following(source: Places, place: int, most: int) -> list[int]:
-    """The `most` tokens that follow a place. Where the text ends, it is taken to repeat what follows; an
-    earlier answer ends."""
-    found = source.ids[place + 1 : place + 1 + most].tolist()
-    if isinstance(source, Answers):
-        return found
-    period = len(found)
-    while 0 < len(found) < most:
-        found.append(found[-period])
-    return found
+def nothing(texts: int, most: int) -> Drafts:
+    return Drafts(np.zeros((texts, most), np.int32), np.zeros((texts, most)))
 
 
 _METHODS: dict[str, type[NGrams] | type[Suffixes]] = {"ngram": NGrams, "suffix": Suffixes}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,11 +18,20 @@ from nanovllm.batch import LAST_SAMPLED, Batch, StepKind, StepOutput, TokenEvent
 from nanovllm.config import Config
 from nanovllm.drafts.budget import Budget
 from nanovllm.drafts.extras import Planned, can_draft, plan_extras, write_masks
-from nanovllm.drafts.proposer import Draft, make_proposer
+from nanovllm.drafts.proposer import make_proposer
 from nanovllm.drafts.settings import DraftSettings
-from nanovllm.drafts.texts import Texts, num_equal
+from nanovllm.drafts.texts import Texts
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Room, Sequence
+
+
+class _Plan(NamedTuple):
+    """A decode step that is not read."""
+
+    batch: Batch
+    planned: Planned
+    numbers: np.ndarray  # [M] rows of each sequence
+    is_ahead: bool  # planned while the step before was not read
 
 
 class DraftingScheduler(Scheduler):
@@ -30,16 +40,18 @@ class DraftingScheduler(Scheduler):
     def __init__(self, config: Config, room: Room, settings: DraftSettings, most_rows: int) -> None:
         """most_rows: of a decode step."""
         super().__init__(config, room)
-        self._most = settings.num_speculative_tokens
         self._texts = Texts(make_proposer(settings))
         self._budget = Budget(most_rows)
         # Whether drafts are worth it that a step waits for the tokens of the one before.
-        self._drafting = True
-        self._plans: deque[tuple[Batch, Planned]] = deque()  # the decode steps that are not read
-        self._usable: dict[
-            int, int
-        ] = {}  # of the last one: drafts with known masks, by sequence id, if not all
-        self._begun = 0.0  # perf_counter when it was planned
+        self._drafting = False
+        self._plans: deque[_Plan] = deque()
+        self._usable: dict[int, int] = {}  # of the last step: drafts with known masks, by id, if not all
+        # By id of a sequence with penalties: what rows of accepted drafts drew in its last step, and
+        # its preemptions then.
+        self._accepted: dict[int, tuple[list[int], int]] = {}
+        self._runs_ahead = False  # whether steps are ever planned ahead
+        self._read: float | None = None  # perf_counter when the last step was read, if that was a decode step
+        self._looked = False  # whether texts were looked at since then
 
     # -- before a step -----------------------------------------------------------------------------------
 
@@ -53,19 +65,21 @@ class DraftingScheduler(Scheduler):
         if not seqs:
             return None
         planned: Planned = [(seq, []) for seq in seqs]
-        if not any(seq.num_pending_tokens for seq in seqs):
-            counts = self._choose(seqs)
-            self._drafting = any(counts)
-            if self._drafting:
-                planned = [*zip(seqs, map(self._with_blocks, seqs, counts), strict=True)]
+        is_ahead = any(seq.num_pending_tokens for seq in seqs)
+        self._runs_ahead |= is_ahead
+        if not is_ahead:
+            found = self._choose(seqs)
+            self._drafting = found is not None
+            if found is not None:
+                planned = [*zip(seqs, map(self._with_blocks, seqs, *found), strict=True)]
         for seq in seqs:  # only now: blocks are freed of what no token from here on reads
             seq.num_computed_tokens = seq.num_tokens
-        batch = self._batch_of(planned)
+        numbers = np.array([1 + len(drafts) for _, drafts in planned], np.int32)
+        batch = self._batch_of(planned, numbers)
         for seq in seqs:
             seq.num_pending_tokens += 1
-        self._plans.append((batch, planned))
+        self._plans.append(_Plan(batch, planned, numbers, is_ahead))
         self._retire(seqs)
-        self._begun = perf_counter()
         return batch
 
     def _with_room(self) -> list[Sequence]:
@@ -79,70 +93,108 @@ class DraftingScheduler(Scheduler):
                 seqs.append(seq)
         return sorted(seqs, key=lambda seq: -seq.num_tokens)
 
-    def _choose(self, seqs: list[Sequence]) -> list[int]:
-        """The number of drafts of each sequence that are worth their rows."""
-        return self._budget.choose([self._texts.gains(seq, self._draft(seq)) for seq in seqs])
+    def _choose(self, seqs: list[Sequence]) -> tuple[list[int], list[list[int]]] | None:
+        """The number of drafts of each sequence that are worth their rows, and what is guessed; None if no
+        draft is. A sequence has guesses for all but the last token that it may have."""
+        if not self._budget.may_look or not seqs:
+            return None
+        most = np.array([seq.max_tokens_total - seq.num_tokens - 1 if can_draft(seq) else 0 for seq in seqs])
+        guessed = self._texts.draft(seqs, most)
+        counts = self._budget.choose(guessed.gains)
+        self._looked = True
+        return (counts.tolist(), guessed.token_ids.tolist()) if counts.any() else None
 
-    def _draft(self, seq: Sequence) -> Draft:
-        """What may follow in a sequence, at most all but the last token that it may have."""
-        most = min(self._most, seq.max_tokens_total - seq.num_tokens - 1)
-        return self._texts.draft(seq, most if can_draft(seq) else 0)
-
-    def _with_blocks(self, seq: Sequence, count: int) -> list[int]:
+    def _with_blocks(self, seq: Sequence, count: int, guessed: list[int]) -> list[int]:
         """So many drafts of a sequence, or fewer: those with room in its blocks. It gets another block while
         there are more free ones than sequences that run."""
+        if not count:
+            return []
         blocks, known = self.block_manager, seq.num_known_tokens
         if known + count > seq.capacity and len(blocks.pool.free) > len(self.running):
             blocks.extend(seq, known + count)
             self._write_table(seq)
-        return self._texts.last_draft(seq).token_ids[: min(count, seq.capacity - known)]
+        return guessed[: min(count, seq.capacity - known)]
 
-    def _batch_of(self, planned: Planned) -> Batch:
+    def _batch_of(self, planned: Planned, numbers: np.ndarray) -> Batch:
         """The step: the rows of a sequence stand together, in order. Rows of drafts have slots of their own,
         after those of sequences: they read no last token, and none is kept of them."""
         seqs = [seq for seq, drafts in planned for _ in range(1 + len(drafts))]
         ids = [token for seq, drafts in planned for token in (_last_token(seq), *drafts)]
-        numbers = np.array([1 + len(drafts) for _, drafts in planned], np.int32)
-        depths = np.arange(len(seqs), dtype=np.int32) - np.repeat(prefix_sum(numbers)[:-1], numbers)
+        depths = _depths(numbers)
         ones = np.ones(len(seqs), np.int32)
         lens = np.array([seq.num_computed_tokens for seq in seqs], np.int32) + depths
         batch = self._make_batch(StepKind.DECODE, seqs, np.array(ids, np.int32), ones, lens, ones)
         slots, is_draft = batch.slots.copy(), depths > 0
         slots[is_draft] = self.max_num_seqs + np.arange(len(seqs) - len(planned))
-        accepted = [self._texts.take_accepted(seq) for seq, _ in planned]
+        accepted = [self._take_accepted(seq) for seq, _ in planned] if batch.extras else []
         return replace(batch, slots=slots, extras=plan_extras(batch.extras, planned, slots, accepted))
+
+    def _take_accepted(self, seq: Sequence) -> list[int]:
+        """What rows of drafts drew in the last step, unless the sequence was computed again since then."""
+        found, num_preemptions = self._accepted.pop(seq.seq_id, ([], 0))
+        return found if num_preemptions == seq.num_preemptions else []
 
     def masks(self, batch: Batch, buffer: np.ndarray) -> object:
         if batch.kind is not StepKind.DECODE:
             return super().masks(batch, buffer)
-        found, self._usable = write_masks(self._plans[-1][1], self._unfinished, buffer)
+        found, self._usable = write_masks(self._plans[-1].planned, self._unfinished, buffer)
         return found
 
     # -- after a step ------------------------------------------------------------------------------------
 
     def postprocess(self, batch: Batch, output: StepOutput[np.ndarray]) -> TokenEvents:
         if batch.kind is not StepKind.DECODE:
+            self._read = None
             return super().postprocess(batch, output)
-        while self._plans[0][0] is not batch:  # steps that nobody read, because their requests were dropped
+        while (
+            self._plans[0].batch is not batch
+        ):  # steps that nobody read, because their requests were dropped
             self._plans.popleft()
-        _, planned = self._plans.popleft()
-        if not self._plans:
-            self._budget.observe(len(batch.seq_ids), perf_counter() - self._begun)
-        token_ids, draws, first = output.token_ids[:, 0].tolist(), batch.draws.copy(), 0
-        for seq, drafts in planned:
-            end = first + 1 + len(drafts)
-            if seq.seq_id in self._unfinished:
-                right = num_equal(drafts, token_ids[first:end])
-                right = min(right, self._usable.get(seq.seq_id, right)) if drafts else 0
-                draws[first + 1 + right : end] = 0
-                seq.num_pending_tokens += right
-                seq.num_computed_tokens += right
-                self._texts.learn(seq, drafts, token_ids[first : first + 1 + right])
-            first = end
+        plan = self._plans.popleft()
+        draws = self._accept(plan, output.token_ids[:, 0])
+        self._note(plan, int(draws.sum()))
         events = super().postprocess(replace(batch, draws=draws), output)
         if self._plans and not self._drafting:  # a step was planned ahead: look whether that is still right
-            self._drafting = any(self._choose(self._decoding()))
+            self._drafting = self._choose(self._decoding()) is not None
         return events
+
+    def _accept(self, plan: _Plan, token_ids: np.ndarray) -> np.ndarray:
+        """Which rows of a step count, [rows]: those up to the first that drew another token than the draft
+        after it."""
+        numbers, has_drafts = plan.numbers, len(plan.batch.seq_ids) > len(plan.numbers)
+        if not has_drafts and not self._texts.has_guesses:
+            return plan.batch.draws
+        first, depths = prefix_sum(numbers)[:-1], _depths(numbers)
+        right = np.zeros(len(numbers), np.int64)
+        if has_drafts:
+            is_wrong = (depths > 0) & (plan.batch.token_ids != np.roll(token_ids, 1))
+            right = np.minimum.reduceat(np.where(is_wrong, depths, np.repeat(numbers, numbers)), first) - 1
+            for place in np.flatnonzero(right).tolist():
+                seq, drafts = plan.planned[place]
+                accepted = min(int(right[place]), self._usable.get(seq.seq_id, len(drafts)))
+                if seq.seq_id not in self._unfinished:
+                    accepted = 0
+                right[place] = accepted
+                seq.num_pending_tokens += accepted
+                seq.num_computed_tokens += accepted
+                if seq.extras is not None and seq.extras.penalties is not None:
+                    drawn = token_ids[first[place] + 1 : first[place] + 1 + accepted].tolist()
+                    self._accepted[seq.seq_id] = drawn, seq.num_preemptions
+        places = np.minimum(first[:, None] + np.arange(int(right.max(initial=0)) + 1), len(token_ids) - 1)
+        self._texts.learn([seq.seq_id for seq, _ in plan.planned], token_ids[places], right + 1)
+        return np.where(depths > np.repeat(right, numbers), 0, plan.batch.draws)
+
+    def _note(self, plan: _Plan, drawn: int) -> None:
+        """Tell the budget what a step took, from the end of the one before. One without drafts counts only if
+        it was planned as such steps are."""
+        now, seqs, rows = perf_counter(), len(plan.planned), len(plan.batch.seq_ids)
+        seconds = None if self._read is None else now - self._read
+        if rows > seqs:
+            self._budget.drafted(seqs, rows, drawn, seconds)
+        else:
+            usual = plan.is_ahead or not self._runs_ahead
+            self._budget.plain(seqs, seconds if usual else None, self._looked)
+        self._read, self._looked = now, False
 
     def _decoding(self) -> list[Sequence]:
         """The running sequences that have an output."""
@@ -151,6 +203,12 @@ class DraftingScheduler(Scheduler):
     def _finish(self, seq: Sequence, reason: str, reasons: dict[int, str]) -> None:
         super()._finish(seq, reason, reasons)
         self._texts.ended(seq, reason)
+        self._accepted.pop(seq.seq_id, None)
+
+
+def _depths(numbers: np.ndarray) -> np.ndarray:
+    """The place of each row among those of its sequence, int32."""
+    return np.arange(int(numbers.sum()), dtype=np.int32) - np.repeat(prefix_sum(numbers)[:-1], numbers)
 
 
 def _last_token(seq: Sequence) -> int:

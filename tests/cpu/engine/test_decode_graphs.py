@@ -1,4 +1,4 @@
-"""Graphs of decode steps: a size is captured on its first use, and launched where there is no memory for it."""
+"""Graphs of decode steps: a size is captured on its first use, and launched if there is no memory for it."""
 
 from __future__ import annotations
 
