@@ -38,7 +38,7 @@ class Costs:
         size = _whole(rows)
         if size not in self._begun:
             self._begun.add(size)
-            more = max(0.0, seconds - float(self.of(np.array([rows]))[0])) if self._means else 0.0
+            more = max(0.0, seconds - self.one(rows)) if self._means else 0.0
             self._first += _WEIGHT * (more - self._first)
             return False
         mean, last, number = self._means.get(size, (seconds, self._steps, 0))
@@ -47,6 +47,12 @@ class Costs:
         mean += max(_WEIGHT, 1 / (number + 1)) * (min(seconds, _OUTLIER * mean) - mean)
         self._means[size] = mean, self._steps, number + 1
         return True
+
+    def one(self, rows: int) -> float:
+        """What a step of so many rows takes; 0.0 if nothing is known."""
+        mean, last, _ = self._means.get(_whole(rows), (0.0, 0, 0))
+        is_recent = mean > 0 and self._steps - last <= _FORGOTTEN
+        return mean if is_recent else float(self.of(np.array([rows]))[0])
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         """What steps of so many rows take; zeros if nothing is known."""
@@ -101,7 +107,7 @@ class Budget:
         self._wait = max(0, self._wait - 1)
         if seconds is None:
             return
-        cost = self._seconds(seqs)
+        cost = self._plain.one(seqs)
         if not looked or not cost or seconds < cost:
             self._plain.observe(seqs, seconds)
         if cost:
@@ -114,14 +120,10 @@ class Budget:
             self._since, self._wait = 0, _PLAIN
         if seconds is None:
             return
-        counts, cost = self._drafted.observe(rows, seconds), self._seconds(seqs)
+        counts, cost = self._drafted.observe(rows, seconds), self._plain.one(seqs)
         if cost:
             gain = drawn / seqs - seconds / cost
             self._earn(_ALLOWED + (gain if counts or gain > 0 else _FIRST * gain))
-
-    def _seconds(self, seqs: int) -> float:
-        """What a step without drafts takes; 0.0 if that is not known."""
-        return float(self._plain.of(np.array([seqs]))[0])
 
     def _earn(self, steps: float) -> None:
         self._balance = min(_MOST, self._balance + steps)
@@ -130,7 +132,7 @@ class Budget:
         """The number of drafts of each sequence, [M]. gains [M, K]: the chance of each draft that it and all
         before it are right, never rising."""
         seqs = len(gains)
-        counts, cost = np.zeros(seqs, np.int64), self._seconds(seqs)
+        counts, cost = np.zeros(seqs, np.int64), self._plain.one(seqs)
         rows, _ = np.nonzero(gains >= LEAST_GAIN)
         if not cost or not len(rows):
             return counts

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.batch import LAST_SAMPLED, Batch, StepKind, StepOutput, TokenEvents, prefix_sum
+from nanovllm.batch import Batch, StepKind, StepOutput, TokenEvents, prefix_sum
 from nanovllm.config import Config
 from nanovllm.drafts.budget import Budget
 from nanovllm.drafts.extras import Planned, can_draft, plan_extras, write_masks
@@ -29,9 +29,12 @@ class _Plan(NamedTuple):
     """A decode step that is not read."""
 
     batch: Batch
-    planned: Planned
-    numbers: np.ndarray  # [M] rows of each sequence
     is_ahead: bool  # planned while the step before was not read
+    planned: Planned | None = None  # None: no sequence has a draft, and all read the last token of their slot
+
+    @property
+    def seqs(self) -> int:
+        return len(self.batch.seq_ids) if self.planned is None else len(self.planned)
 
 
 class DraftingScheduler(Scheduler):
@@ -42,8 +45,10 @@ class DraftingScheduler(Scheduler):
         super().__init__(config, room)
         self._texts = Texts(make_proposer(settings))
         self._budget = Budget(most_rows)
-        # Whether drafts are worth it that a step waits for the tokens of the one before.
-        self._drafting = False
+        # Whether drafts are worth it that a step waits for the tokens of the one before; and whether that was
+        # found out beside a step without any.
+        self._drafting = self._found_ahead = False
+        self._is_stale = False  # whether a slot lacks its last token, which the row of a draft drew
         self._plans: deque[_Plan] = deque()
         self._usable: dict[int, int] = {}  # of the last step: drafts with known masks, by id, if not all
         # By id of a sequence with penalties: what rows of accepted drafts drew in its last step, and
@@ -61,26 +66,35 @@ class DraftingScheduler(Scheduler):
         return super().schedule()
 
     def _schedule_decode(self) -> Batch | None:
-        seqs = self._with_room()
-        if not seqs:
-            return None
-        planned: Planned = [(seq, []) for seq in seqs]
-        is_ahead = any(seq.num_pending_tokens for seq in seqs)
+        is_ahead = any(seq.num_pending_tokens for seq in self.running)
         self._runs_ahead |= is_ahead
-        if not is_ahead:
-            found = self._choose(seqs)
-            self._drafting = found is not None
-            if found is not None:
-                planned = [*zip(seqs, map(self._with_blocks, seqs, *found), strict=True)]
-        for seq in seqs:  # only now: blocks are freed of what no token from here on reads
+        planned = None if is_ahead else self._plan()
+        self._drafting = planned is not None and any(drafts for _, drafts in planned)
+        if planned is None:
+            batch = super()._schedule_decode()
+            if batch is not None:
+                self._plans.append(_Plan(batch, is_ahead))
+            return batch
+        for seq, _ in planned:  # only now: blocks are freed of what no token from here on reads
             seq.num_computed_tokens = seq.num_tokens
-        numbers = np.array([1 + len(drafts) for _, drafts in planned], np.int32)
-        batch = self._batch_of(planned, numbers)
-        for seq in seqs:
+        batch = self._batch_of(planned)
+        for seq, _ in planned:
             seq.num_pending_tokens += 1
-        self._plans.append(_Plan(batch, planned, numbers, is_ahead))
-        self._retire(seqs)
+        self._plans.append(_Plan(batch, is_ahead, planned))
+        self._is_stale = False
+        self._retire([seq for seq, _ in planned])
         return batch
+
+    def _plan(self) -> Planned | None:
+        """The sequences of a step with drafts, or with tokens that slots lack; None if it has neither."""
+        may_draft, self._found_ahead = self._found_ahead or self._budget.may_look, False
+        if not (may_draft or self._is_stale):
+            return None
+        seqs = self._with_room()
+        found = self._choose(seqs) if may_draft else None
+        if found is not None:
+            return [*zip(seqs, map(self._with_blocks, seqs, *found), strict=True)]
+        return [(seq, []) for seq in seqs] if seqs and self._is_stale else None
 
     def _with_room(self) -> list[Sequence]:
         """The running sequences, each with room for its next token, longest first."""
@@ -96,7 +110,7 @@ class DraftingScheduler(Scheduler):
     def _choose(self, seqs: list[Sequence]) -> tuple[list[int], list[list[int]]] | None:
         """The number of drafts of each sequence that are worth their rows, and what is guessed; None if no
         draft is. A sequence has guesses for all but the last token that it may have."""
-        if not self._budget.may_look or not seqs:
+        if not seqs:
             return None
         most = np.array([seq.max_tokens_total - seq.num_tokens - 1 if can_draft(seq) else 0 for seq in seqs])
         guessed = self._texts.draft(seqs, most)
@@ -115,12 +129,12 @@ class DraftingScheduler(Scheduler):
             self._write_table(seq)
         return guessed[: min(count, seq.capacity - known)]
 
-    def _batch_of(self, planned: Planned, numbers: np.ndarray) -> Batch:
+    def _batch_of(self, planned: Planned) -> Batch:
         """The step: the rows of a sequence stand together, in order. Rows of drafts have slots of their own,
         after those of sequences: they read no last token, and none is kept of them."""
         seqs = [seq for seq, drafts in planned for _ in range(1 + len(drafts))]
         ids = [token for seq, drafts in planned for token in (_last_token(seq), *drafts)]
-        depths = _depths(numbers)
+        depths = _depths(_numbers(planned))
         ones = np.ones(len(seqs), np.int32)
         lens = np.array([seq.num_computed_tokens for seq in seqs], np.int32) + depths
         batch = self._make_batch(StepKind.DECODE, seqs, np.array(ids, np.int32), ones, lens, ones)
@@ -137,7 +151,10 @@ class DraftingScheduler(Scheduler):
     def masks(self, batch: Batch, buffer: np.ndarray) -> object:
         if batch.kind is not StepKind.DECODE:
             return super().masks(batch, buffer)
-        found, self._usable = write_masks(self._plans[-1].planned, self._unfinished, buffer)
+        self._usable, planned = {}, self._plans[-1].planned
+        if planned is None:
+            return super().masks(batch, buffer)
+        found, self._usable = write_masks(planned, self._unfinished, buffer)
         return found
 
     # -- after a step ------------------------------------------------------------------------------------
@@ -152,45 +169,48 @@ class DraftingScheduler(Scheduler):
             self._plans.popleft()
         plan = self._plans.popleft()
         draws = self._accept(plan, output.token_ids[:, 0])
-        self._note(plan, int(draws.sum()))
-        events = super().postprocess(replace(batch, draws=draws), output)
-        if self._plans and not self._drafting:  # a step was planned ahead: look whether that is still right
-            self._drafting = self._choose(self._decoding()) is not None
+        self._note(plan, draws)
+        events = super().postprocess(batch if draws is batch.draws else replace(batch, draws=draws), output)
+        if self._plans and not self._drafting and self._budget.may_look:
+            # A step was planned ahead: look whether that is still right.
+            self._drafting = self._found_ahead = self._choose(self._decoding()) is not None
         return events
 
     def _accept(self, plan: _Plan, token_ids: np.ndarray) -> np.ndarray:
         """Which rows of a step count, [rows]: those up to the first that drew another token than the draft
         after it."""
-        numbers, has_drafts = plan.numbers, len(plan.batch.seq_ids) > len(plan.numbers)
-        if not has_drafts and not self._texts.has_guesses:
-            return plan.batch.draws
+        batch, planned = plan.batch, plan.planned
+        if planned is None:
+            if self._texts.has_guesses:
+                self._texts.learn(batch.seq_ids, token_ids[:, None], np.ones(len(token_ids), np.int64))
+            return batch.draws
+        numbers = _numbers(planned)
         first, depths = prefix_sum(numbers)[:-1], _depths(numbers)
-        right = np.zeros(len(numbers), np.int64)
-        if has_drafts:
-            is_wrong = (depths > 0) & (plan.batch.token_ids != np.roll(token_ids, 1))
-            right = np.minimum.reduceat(np.where(is_wrong, depths, np.repeat(numbers, numbers)), first) - 1
-            for place in np.flatnonzero(right).tolist():
-                seq, drafts = plan.planned[place]
-                accepted = min(int(right[place]), self._usable.get(seq.seq_id, len(drafts)))
-                if seq.seq_id not in self._unfinished:
-                    accepted = 0
-                right[place] = accepted
-                seq.num_pending_tokens += accepted
-                seq.num_computed_tokens += accepted
-                if seq.extras is not None and seq.extras.penalties is not None:
-                    drawn = token_ids[first[place] + 1 : first[place] + 1 + accepted].tolist()
-                    self._accepted[seq.seq_id] = drawn, seq.num_preemptions
-        places = np.minimum(first[:, None] + np.arange(int(right.max(initial=0)) + 1), len(token_ids) - 1)
-        self._texts.learn([seq.seq_id for seq, _ in plan.planned], token_ids[places], right + 1)
-        return np.where(depths > np.repeat(right, numbers), 0, plan.batch.draws)
+        is_wrong = (depths > 0) & (batch.token_ids != np.roll(token_ids, 1))
+        right = np.minimum.reduceat(np.where(is_wrong, depths, np.repeat(numbers, numbers)), first) - 1
+        for place in np.flatnonzero(right).tolist():
+            seq, drafts = planned[place]
+            accepted = min(int(right[place]), self._usable.get(seq.seq_id, len(drafts)))
+            if seq.seq_id not in self._unfinished:
+                accepted = 0
+            right[place] = accepted
+            seq.num_pending_tokens += accepted
+            seq.num_computed_tokens += accepted
+            if seq.extras is not None and seq.extras.penalties is not None:
+                drawn = token_ids[first[place] + 1 : first[place] + 1 + accepted].tolist()
+                self._accepted[seq.seq_id] = drawn, seq.num_preemptions
+        self._is_stale = bool(right.any())
+        places = np.minimum(first[:, None] + np.arange(int(right.max()) + 1), len(token_ids) - 1)
+        self._texts.learn([seq.seq_id for seq, _ in planned], token_ids[places], right + 1)
+        return np.where(depths > np.repeat(right, numbers), 0, batch.draws)
 
-    def _note(self, plan: _Plan, drawn: int) -> None:
+    def _note(self, plan: _Plan, draws: np.ndarray) -> None:
         """Tell the budget what a step took, from the end of the one before. One without drafts counts only if
         it was planned as such steps are."""
-        now, seqs, rows = perf_counter(), len(plan.planned), len(plan.batch.seq_ids)
+        now, seqs, rows = perf_counter(), plan.seqs, len(draws)
         seconds = None if self._read is None else now - self._read
         if rows > seqs:
-            self._budget.drafted(seqs, rows, drawn, seconds)
+            self._budget.drafted(seqs, rows, int(draws.sum()), seconds)
         else:
             usual = plan.is_ahead or not self._runs_ahead
             self._budget.plain(seqs, seconds if usual else None, self._looked)
@@ -206,13 +226,16 @@ class DraftingScheduler(Scheduler):
         self._accepted.pop(seq.seq_id, None)
 
 
+def _numbers(planned: Planned) -> np.ndarray:
+    """The rows of each sequence, int32."""
+    return np.array([1 + len(drafts) for _, drafts in planned], np.int32)
+
+
 def _depths(numbers: np.ndarray) -> np.ndarray:
     """The place of each row among those of its sequence, int32."""
     return np.arange(int(numbers.sum()), dtype=np.int32) - np.repeat(prefix_sum(numbers)[:-1], numbers)
 
 
 def _last_token(seq: Sequence) -> int:
-    """The token to compute; LAST_SAMPLED if a step that is not read draws it."""
-    if seq.num_pending_tokens:
-        return LAST_SAMPLED
+    """The token to compute."""
     return (seq.output_ids or seq.prompt_ids[: seq.num_prompt_tokens])[-1]

@@ -1,4 +1,4 @@
-"""How many drafts a step computes, by seconds that a test makes up: what drafts gain, and what they may lose."""
+"""How many drafts a step computes, by made-up seconds of steps: what they gain, and what they may lose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafts are made of, without a model: the settings, the places of runs, both methods, what is learned."""
+"""What drafts are made of, without a model: settings, places of runs, both methods, what is learned."""
 
 from __future__ import annotations
 
