@@ -88,7 +88,8 @@ class Suffixes:
         own = self._voted(own_places(lines, _SUFFIX, self._longest, _PLACES_OF_SUFFIXES))
         others = self._voted(self._answers.places(lines, self._longest, _PLACES_OF_SUFFIXES))
         is_own = (own.shares.sum(1) >= others.shares.sum(1))[:, None]
-        return Drafts(*(np.where(is_own, *pair) for pair in zip(own, others, strict=True)))
+        token_ids = np.where(is_own, own.token_ids, others.token_ids)
+        return Drafts(token_ids, np.where(is_own, own.shares, others.shares))
 
     def ended(self, output: array[int]) -> None:
         self._answers.add(output)

@@ -93,7 +93,8 @@ class DraftingScheduler(Scheduler):
         seqs = self._with_room()
         found = self._choose(seqs) if may_draft else None
         if found is not None:
-            return [*zip(seqs, map(self._with_blocks, seqs, *found), strict=True)]
+            counts, guessed = found
+            return [*zip(seqs, map(self._with_blocks, seqs, counts, guessed), strict=True)]
         return [(seq, []) for seq in seqs] if seqs and self._is_stale else None
 
     def _with_room(self) -> list[Sequence]:

@@ -48,7 +48,8 @@ class Texts:
     def draft(self, seqs: Many[Sequence], most: np.ndarray) -> Guessed:
         """At most `most` [M] tokens that may follow each sequence; nothing while a text is not looked at."""
         rows = np.array([self._row(seq.seq_id) for seq in seqs], np.int64)
-        found = Guessed(*nothing(len(seqs), self.most))
+        token_ids, shares = nothing(len(seqs), self.most)
+        found = Guessed(token_ids, shares)
         is_due = self._paused[rows] == 0
         self._paused[rows[~is_due]] -= 1
         looked = np.flatnonzero(is_due & (most > 0))
