@@ -4,8 +4,9 @@
     python -m tools.bench table --only single --only few --runs 9
 
 Dummy weights in bfloat16, the engine's defaults, up to 1,024 sequences at once. Before its timed runs a
-workload runs once with short outputs; every run has new ids. Prints a line of Markdown for each row: the
-median, its share of the floor, and all runs. Ends in a line of JSON.
+workload runs once with short outputs; the first timed run also captures CUDA graphs of smaller sizes. Every
+run has new ids. Prints a line of Markdown for each row: the median, its share of the floor, and all runs.
+Ends in a line of JSON.
 """
 
 from __future__ import annotations

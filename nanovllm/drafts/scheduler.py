@@ -71,6 +71,7 @@ class DraftingScheduler(Scheduler):
         planned = None if is_ahead else self._plan()
         self._drafting = planned is not None and any(drafts for _, drafts in planned)
         if planned is None:
+            assert not self._is_stale, "after a step with drafts, steps wait until one without was planned"
             batch = super()._schedule_decode()
             if batch is not None:
                 self._plans.append(_Plan(batch, is_ahead))
@@ -95,7 +96,8 @@ class DraftingScheduler(Scheduler):
         if found is not None:
             counts, guessed = found
             return [*zip(seqs, map(self._with_blocks, seqs, counts, guessed), strict=True)]
-        return [(seq, []) for seq in seqs] if seqs and self._is_stale else None
+        self._is_stale &= bool(seqs)  # others are computed again, which fills their slots
+        return [(seq, []) for seq in seqs] if self._is_stale else None
 
     def _with_room(self) -> list[Sequence]:
         """The running sequences, each with room for its next token, longest first."""
