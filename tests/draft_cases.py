@@ -24,7 +24,7 @@ def compute_all_drafts(patch: pytest.MonkeyPatch, share: Callable[[], float] = l
     def choose(self: Budget, gains: np.ndarray) -> np.ndarray:
         counts: list[int] = []
         for each in (gains > 0).sum(1).tolist():
-            counts.append(min(round(share() * each), self.most_rows - len(gains) - sum(counts)))
+            counts.append(min(round(share() * each), self.most_drafts - sum(counts)))
         return np.array(counts)
 
     patch.setattr(Budget, "choose", choose)

@@ -87,10 +87,11 @@ class Budget:
     and drafting lost beside those, counted in steps, is at most `_ALLOWED` of all steps; while it is more, no
     text is looked at."""
 
-    def __init__(self, most_rows: int) -> None:
-        """most_rows: of a step."""
-        self.most_rows = most_rows
-        self._sizes = np.array([rows for rows in range(1, most_rows + 1) if rows == _whole(rows)])
+    def __init__(self, most_seqs: int, most_drafts: int) -> None:
+        """most_seqs, most_drafts: of a step."""
+        self.most_drafts = most_drafts
+        sizes = range(1, most_seqs + most_drafts + 1)
+        self._sizes = np.array([rows for rows in sizes if rows == _whole(rows)])
         self._plain, self._drafted = Costs(), Costs()
         self._balance = _START  # steps that may still be lost
         self._wait = _LEARNED  # steps without drafts that come first
@@ -154,7 +155,7 @@ class Budget:
     def _numbers(self, seqs: int, drafts: int) -> np.ndarray:
         """Numbers of drafts whose rows fill a step of a common size, or that are all. Steps have few sizes,
         because a graph or a recording is made for each."""
-        most = min(drafts, self.most_rows - seqs)
+        most = min(drafts, self.most_drafts)
         sizes = self._sizes[(self._sizes > seqs) & (self._sizes <= seqs + most)] - seqs
         return sizes if len(sizes) else np.array([most] if most > 0 else [], np.int64)
 

@@ -44,7 +44,7 @@ class DraftingScheduler(Scheduler):
         """most_rows: of a decode step."""
         super().__init__(config, room)
         self._texts = Texts(make_proposer(settings))
-        self._budget = Budget(most_rows)
+        self._budget = Budget(self.max_num_seqs, most_rows - self.max_num_seqs)
         # Whether drafts are worth it that a step waits for the tokens of the one before; and whether that was
         # found out beside a step without any.
         self._drafting = self._found_ahead = False

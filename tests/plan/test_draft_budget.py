@@ -52,11 +52,11 @@ def chosen(budget: Budget, gains: list[list[float]], fixed: float) -> list[int]:
 
 
 def test_the_budget_learns_what_a_step_costs() -> None:
-    assert chosen(Budget(64), [SURE, DOUBTFUL], fixed=1000) == [4, 2]  # rows cost nothing
-    assert chosen(Budget(64), [SURE, DOUBTFUL], fixed=1.5) == [2, 0]
-    assert chosen(Budget(64), [DOUBTFUL, DOUBTFUL], fixed=0) == [0, 0]  # each row costs a row
-    assert chosen(Budget(3), [SURE, DOUBTFUL], fixed=1000) == [1, 0]  # there are no more rows
-    assert chosen(Budget(64), [[0.01], []], fixed=1000) == [0, 0]  # never worth it
+    assert chosen(Budget(8, 56), [SURE, DOUBTFUL], fixed=1000) == [4, 2]  # rows cost nothing
+    assert chosen(Budget(8, 56), [SURE, DOUBTFUL], fixed=1.5) == [2, 0]
+    assert chosen(Budget(8, 56), [DOUBTFUL, DOUBTFUL], fixed=0) == [0, 0]  # each row costs a row
+    assert chosen(Budget(8, 1), [SURE, DOUBTFUL], fixed=1000) == [1, 0]  # a step has no more drafts
+    assert chosen(Budget(8, 56), [[0.01], []], fixed=1000) == [0, 0]  # never worth it
 
 
 @pytest.mark.parametrize("seqs", [1, 30, 256])
@@ -65,7 +65,7 @@ def test_drafts_that_cost_more_than_they_gain_lose_little(seqs: int) -> None:
     few steps are lost. This holds whatever the drafts promise."""
     for promise in ([0.95] * 4, [0.3, 0.2], [0.0]):
         for wait, look, right in ((3.0, 0.0, 1.0), (1.0, 0.7, 0.0), (0.0, 0.3, 0.0), (9.0, 2.0, 0.0)):
-            budget = Budget(seqs + 512)
+            budget = Budget(seqs, 512)
             _, seconds, tokens = run(
                 budget,
                 [promise] * seqs,
@@ -90,13 +90,13 @@ def test_drafts_that_gain_are_computed() -> None:
 
     for look in (0.0, 0.2):
         sizes.clear()
-        _, seconds, tokens = run(Budget(600), [SURE] * 40, 1.0, drafted, 2000, look)
+        _, seconds, tokens = run(Budget(300, 300), [SURE] * 40, 1.0, drafted, 2000, look)
         assert tokens / 40 > 2.5 * (seconds - 20 * len(sizes)) and len(sizes) < 12
 
 
 def test_the_budget_sees_that_steps_have_become_slower() -> None:
     """Longer texts: drafts pay again once a step without them takes as long."""
-    budget = Budget(600)
+    budget = Budget(300, 300)
     assert run(budget, [SURE] * 8, 1.0, lambda rows: 9.0)[0] == [0] * 8
     assert run(budget, [SURE] * 8, 8.0, lambda rows: 9.0, steps=3000)[0] == [4] * 8
     assert run(budget, [SURE] * 8, 1.0, lambda rows: 9.0, steps=3000)[0] == [0] * 8
@@ -105,10 +105,10 @@ def test_the_budget_sees_that_steps_have_become_slower() -> None:
 def test_rows_fill_steps_of_common_sizes() -> None:
     rng = random.Random(1)
     for _ in range(50):
-        budget, seqs = Budget(600), rng.randrange(20, 300)
+        budget, seqs = Budget(300, 300), rng.randrange(20, 300)
         for _ in range(9):
             budget.plain(seqs, 1.0, False)
         gains = np.sort([[rng.random() for _ in range(4)] for _ in range(seqs)])[:, ::-1]
         rows = seqs + int(budget.choose(gains).sum())
-        assert seqs < rows <= 600
+        assert seqs < rows <= seqs + 300, "rows of drafts have slots of their own"
         assert rows % (8 if rows <= 64 else 16 if rows <= 128 else 64) == 0
