@@ -61,7 +61,7 @@ _OFF = Absent((False, None), _LEAVE_OUT)
 _NONE = Absent(_NOTHING, _LEAVE_OUT)
 _OVERRIDE = "use hf_overrides={%r: ...}"
 _SCHEMA = "SamplingParams(structured_outputs=StructuredOutputsParams(json=...))"
-_SCHEMA_FLAG = """--sampling '{"structured_outputs": {"json": {...}}}'"""
+_FLAG = """--sampling '{"structured_outputs": {"json": ...}}'"""
 _DOWNLOAD = "download what you need with `hf download` and pass the folder"
 
 # These have no visible effect, or only tune an argument that is itself refused.
@@ -298,7 +298,7 @@ ELSEWHERE: dict[str, _Elsewhere] = {
     "stop_sequences": _Elsewhere(
         "Text Generation Inference", "SamplingParams(stop=[...])", """--sampling '{"stop": ["..."]}'"""
     ),
-    "response_format": _Elsewhere("OpenAI", _SCHEMA, _SCHEMA_FLAG),
+    "response_format": _Elsewhere("OpenAI", _SCHEMA, _FLAG),
     "batch_size": _Elsewhere(
         "transformers", "LLM(model, max_num_seqs=...), if at all", "--max-num-seqs VALUE"
     ),
@@ -317,7 +317,12 @@ ELSEWHERE: dict[str, _Elsewhere] = {
     "n_gpu_layers": _Elsewhere(
         "llama.cpp", "LLM(model, device='cuda') or device='cpu' for all layers", "--device cuda or cpu"
     ),
-    **dict.fromkeys(("guided_decoding", "guided_json"), _Elsewhere("vLLM", _SCHEMA, _SCHEMA_FLAG)),
+    "guided_decoding": _Elsewhere("vLLM", _SCHEMA, _FLAG),
+    **{
+        f"guided_{kind}": _Elsewhere("vLLM", _SCHEMA.replace("json", kind), _FLAG.replace("json", kind))
+        for kind in ("json", "regex", "choice", "grammar")
+    },
+    "json_schema": _Elsewhere("llama.cpp", _SCHEMA, _FLAG),
     # classes
     "GuidedDecodingParams": _Elsewhere(
         "vLLM", "StructuredOutputsParams, with the same json, regex, choice and grammar"

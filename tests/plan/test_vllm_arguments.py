@@ -193,6 +193,19 @@ def test_unknown_parameters() -> None:
         _ = params.max_token
 
 
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("json_schema", "json"), *((f"guided_{name}", name) for name in ("json", "regex", "choice", "grammar"))],
+)
+def test_other_names_of_a_constraint(name: str, field: str) -> None:
+    write = f"write SamplingParams(structured_outputs=StructuredOutputsParams({field}=...))"
+    with pytest.raises(TypeError) as caught:
+        SamplingParams(**{name: None})
+    assert str(caught.value).endswith(write)
+    flag = vllm_arguments.ELSEWHERE[name].flag
+    assert flag == f"""--sampling '{{"structured_outputs": {{"{field}": ...}}}}'"""
+
+
 def test_keywords_only() -> None:
     """nano-vLLM begins with temperature and max_tokens, vLLM with n and presence_penalty."""
     message = r"keyword arguments only, not \(0\.6, 256\).*names, as in SamplingParams\(temperature=\.\.\.\)"
