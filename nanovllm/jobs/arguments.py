@@ -34,7 +34,10 @@ def text_or_file(text: str) -> str:
     try:
         return Path(text[1:]).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text[1:]}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise argparse.ArgumentTypeError(
+            f"the file {text[1:]!r} cannot be read: {why}; @ stands before the path of a file"
+        ) from None
 
 
 def columns(text: str) -> str | list[str]:

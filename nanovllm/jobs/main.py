@@ -222,11 +222,20 @@ def parse_sampling(text: str) -> dict[str, Any]:
     argparse.ArgumentTypeError for a wrong value.
     """
     try:
-        values = json.loads(text) if text.startswith("{") else dict(map(_pair, filter(None, text.split(","))))
+        values = _object(text) if text.startswith("{") else dict(map(_pair, filter(None, text.split(","))))
         make_params(values)
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return values
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{text!r} is no JSON object ({error}); write name=value,... or '{{\"temperature\": 0}}'"
+        ) from None
 
 
 def _pair(text: str) -> tuple[str, Any]:

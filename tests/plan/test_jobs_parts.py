@@ -306,6 +306,15 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
         ([*RUN, "--report", "out.jsonl"], "must end in .html, not 'out.jsonl'"),
         ([*RUN, "--prompt-column", "a", "--template", "{a}"], "not allowed with argument"),
         ([*RUN, "--template", "@/none"], "No such file"),
+        (
+            [*RUN, "--system", "@/none"],
+            "the file '/none' cannot be read: No such file or directory; @ stands before the path of a file",
+        ),
+        ([*RUN, "--system", "@/bin/sh"], "the file '/bin/sh' cannot be read: 'utf-8' codec can't decode"),
+        (
+            [*RUN, "--sampling", "{top_p: 1}"],
+            r"'{top_p: 1}' is no JSON object \(Expecting .*; write name=value,... or '{\"temperature\": 0}'",
+        ),
         ([*RUN, "--chat-template-kwargs", "1"], "must be a JSON object"),
         ([*RUN, "--max-num-sqs", "1"], "unrecognized arguments: --max-num-sqs 1; did you mean --max-num-s"),
         (["sing"], "there is no command 'sing'; it knows: run, check, version, doctor"),
