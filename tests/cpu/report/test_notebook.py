@@ -70,16 +70,19 @@ def notebook() -> Iterator[Notebook]:
 
 
 def test_a_bar_is_one_line_of_text_and_no_warning(notebook: Notebook) -> None:
-    """As a saved notebook shows it, also without its kernel."""
+    """As a saved notebook shows it, also without its kernel; on a clock of its own."""
     reply, printed = notebook.run(
-        "import os, sys, time\n"
+        "import os\n"
         "os.environ.pop('TQDM_DISABLE', None)\n"
+        "import tqdm.std\n"
+        "now = 0.0\n"
+        "tqdm.std.time = lambda: now\n"
         "from nanovllm.batch import StepKind\n"
         "from nanovllm.engine.stats import progress_of\n"
         "from nanovllm.engine.stats import StepStats\n"
         "with progress_of(30, True) as progress:\n"
         "    for _ in range(30):\n"
-        "        time.sleep(0.15)\n"
+        "        now += 0.15\n"
         "        progress.update(StepStats(StepKind.PREFILL, 0, 0, 0, 0.15, 0, 0, 1, 0, 0, 0.0))",
         "stderr",
     )
