@@ -24,6 +24,39 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401 (t
 from nanovllm import LLM
 
 CHANGES = ("open", "ftruncate", "truncate", "fsync", "replace", "unlink")  # functions of `os`, like write
+# `python -c` with one of these and the arguments of nanovllm is a job that cannot end before a test has seen
+# its first rows, however late the test looks.
+SLOW_STEPS = """
+import functools, time
+from nanovllm.__main__ import program
+from nanovllm.runner.model_runner import ModelRunner
+launch, quick = ModelRunner.launch, iter(range({quick}))
+
+@functools.wraps(launch)  # ranks call it by its name
+def slow(self, batch):
+    if next(quick, None) is None:
+        time.sleep({seconds})
+    return launch(self, batch)
+
+ModelRunner.launch = slow
+program()
+"""
+WAITING_FOR_A_FILE = """
+import time
+from pathlib import Path
+from nanovllm import LLM
+from nanovllm.__main__ import program
+stream = LLM.stream
+
+def waiting(self, *args, **options):
+    for number, output in enumerate(stream(self, *args, **options)):
+        while number == {rows} and not Path({path!r}).exists():
+            time.sleep(0.01)
+        yield output
+
+LLM.stream = waiting
+program()
+"""
 PIECE = 512  # bytes that a buffered file writes at once
 FORKED = multiprocessing.get_context("forkserver")
 

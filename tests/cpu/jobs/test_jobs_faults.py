@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from jobs import read_rows, run, write_rows
-from killed_jobs import fork_server, run_and_kill
+from killed_jobs import SLOW_STEPS, WAITING_FOR_A_FILE, fork_server, run_and_kill
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams, demo_model_path
@@ -176,9 +176,9 @@ def test_100_000_rows_with_bad_ones_in_flat_memory(tmp_path: Path) -> None:
     assert peaks[1] < peaks[0] + 24 * 2**20
 
 
-def start(source: Path, out: Path, *more: str) -> subprocess.Popen[str]:
-    """Start the job as a process."""
-    argv = [sys.executable, "-m", "nanovllm", "run", str(source), "-o", str(out), "--sampling", SAMPLING]
+def start(code: str, source: Path, out: Path, *more: str) -> subprocess.Popen[str]:
+    """Start the job as a process that runs `code`."""
+    argv = [sys.executable, "-c", code, "run", str(source), "-o", str(out), "--sampling", SAMPLING]
     argv += ["--model", demo_model_path(), "--device", "cpu", "--max-num-seqs", "4", *more]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True)
@@ -198,9 +198,9 @@ def test_kill_ctrl_c_and_sigterm(tmp_path: Path, engine: LoadedLLM) -> None:
     source, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     undisturbed = tmp_path / "undisturbed.jsonl"
     assert run(source, "-o", undisturbed, "--sampling", SAMPLING, make_llm=engine) == 0
-    lines = 0
+    lines, slow = 0, SLOW_STEPS.format(quick=40, seconds=0.2)  # 40 steps answer a dozen rows
     for number, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        with start(source, out) as process:
+        with start(slow, source, out) as process:
             wait_for_lines(process, out, lines + 5)
             if number is signal.SIGKILL:
                 # The output is locked.
@@ -225,12 +225,15 @@ def test_a_job_goes_on_when_a_replica_is_killed(tmp_path: Path, engine: LoadedLL
     source, out = write_rows(tmp_path / "in.jsonl", mixed_rows(300)), tmp_path / "out.jsonl"
     undisturbed = tmp_path / "undisturbed.jsonl"
     assert run(source, "-o", undisturbed, "--sampling", SAMPLING, make_llm=engine) == 1
-    with start(source, out, "--data-parallel-size", "2") as process:
+    killed = tmp_path / "killed"
+    waiting = WAITING_FOR_A_FILE.format(rows=60, path=str(killed))
+    with start(waiting, source, out, "--data-parallel-size", "2") as process:
         wait_for_lines(process, out, 40)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         replicas = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(replicas) == 2
         os.kill(int(replicas[0]), signal.SIGKILL)
+        killed.touch()
         _, printed = process.communicate(timeout=120)
     assert process.returncode == 1, printed
     assert "was killed by SIGKILL" in printed and "it is started again" in printed

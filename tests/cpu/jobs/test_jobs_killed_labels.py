@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from jobs import Lent, read_rows, run, write_rows
+from killed_jobs import SLOW_STEPS
 from report_pages import parse, rows, words
 
 from nanovllm import LLM, demo_model_path
@@ -65,8 +66,9 @@ def test_a_kill_leaves_the_first_rows_and_the_resumed_job_is_as_one_without(tmp_
 
     flags = [*ASKED, *CHOICES, "--dtype", "float32", "--device", "cpu"]
     options = ["--model", demo_model_path(), *flags]
+    slow = SLOW_STEPS.format(quick=2, seconds=0.5)
     seen = kill_after_first_rows(
-        [sys.executable, "-m", "nanovllm", "run", str(source), "-o", str(out), *options], out
+        [sys.executable, "-c", slow, "run", str(source), "-o", str(out), *options], out
     )
     left = lines_of(out)
     assert 0 < seen <= len(left) < COUNT / 2, "the first rows came early"
