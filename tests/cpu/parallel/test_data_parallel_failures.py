@@ -213,11 +213,21 @@ def test_a_subclass_of_llm_may_be_replicated(model: Path) -> None:
 
 
 def test_ctrl_c_leaves_the_engine_usable(one: LLM, two: LLM) -> None:
-    before = pids(two)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        two.generate(PROMPTS * 100, LONG, use_tqdm=False)
+    before, stepped = pids(two), threading.Event()
+
+    def interrupt() -> None:
+        assert stepped.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    two.on_step = lambda stats: stepped.set()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            two.generate(PROMPTS * 100, LONG, use_tqdm=False)
+    finally:
+        two.on_step = None
+        thread.join()
     assert two.is_finished() and pids(two) == before
     same(one, two, answer_all)
 
