@@ -15,6 +15,8 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_bloc
 PROMPTS = [f"Add {3 * number} and {7 * number}." for number in range(24)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+# For seconds: it still runs when a caller on a busy machine aborts it.
+ENDLESS = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
 MIXED = [
     GREEDY,
     SamplingParams(temperature=1.0, max_tokens=12),
