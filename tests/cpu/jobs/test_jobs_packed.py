@@ -5,15 +5,15 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import files, no_model, read_rows, rows_of, run, write_rows
+from jobs import files, no_model, read_rows, rows_of, run, watched, write_rows
 from test_jobs_inputs import pack, stop_at
 
 from nanovllm import demo_model_path
@@ -126,6 +126,14 @@ def test_standard_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = write_rows(tmp_path / "in.jsonl", rows_of(100)), tmp_path / "out.jsonl"
+    (tmp_path / "own").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "own"))  # that no other job uses
+
+    def stop_with_a_folder(number: int) -> None:
+        if number == 20:
+            assert list((tmp_path / "own").glob("nanovllm-*/out.jsonl")), "while it runs"
+            raise KeyboardInterrupt
+
     assert run(source, "-o", out) == 0
     for more in ([], ["--ordered"]):
         with monkeypatch.context() as patch:
@@ -138,7 +146,7 @@ def test_standard_output(
     assert "standard output: finished. 100 of 100 rows" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Stdout())
-        assert run(source, "-o", "-", make_llm=stop_at(20)) == 130
+        assert run(source, "-o", "-", make_llm=watched(stop_with_a_folder)) == 130
     printed_text = capsys.readouterr().err
     assert (
         "stopped by Ctrl-C; an output to standard output cannot be resumed, so run it again" in printed_text
@@ -146,7 +154,7 @@ def test_standard_output(
     for flag in ("--extend", "--retry-errors"):
         assert run(source, "-o", "-", flag, make_llm=no_model) == 2
         assert f"-o - keeps no answers, so {flag} has no job to resume" in capsys.readouterr().out
-    assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob("nanovllm-*/out.jsonl"))
+    assert not list((tmp_path / "own").iterdir())
 
 
 def test_a_pipe_from_end_to_end(tmp_path: Path) -> None:
