@@ -16,7 +16,7 @@ _FORGOTTEN = 200  # steps after which a size that no step had is tried again
 LEAST_GAIN = 0.02  # a draft that is right less often is never computed
 _ALLOWED = 0.02  # of the time: what looking and drafting may lose
 _START, _MOST = 5.0, 20.0  # steps that may be lost at first, and after any gain
-_FIRST = 0.1  # the share that counts of what the first step of a size loses: it pays for all that follow
+_FIRST = 0.03  # the share that counts of what the first step of a size loses: it pays for all that follow
 _LEARNED = 6  # plain steps before the first look
 _REFRESHED, _PLAIN = 256, 4  # so many steps with drafts, then so many without
 
