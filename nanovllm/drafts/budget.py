@@ -85,7 +85,7 @@ def _guessed(rows: np.ndarray, known: np.ndarray) -> np.ndarray:
 class Budget:
     """Chooses drafts for the most tokens a second, if that is more than steps without any draw. What looking
     and drafting lost beside those, counted in steps, is at most `_ALLOWED` of all steps; while it is more, no
-    text is looked at."""
+    text is looked at. What the first step of a size loses counts little: `_FIRST`."""
 
     def __init__(self, most_seqs: int, most_drafts: int) -> None:
         """most_seqs, most_drafts: of a step."""

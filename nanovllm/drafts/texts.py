@@ -37,10 +37,8 @@ class Texts:
         self._free: list[int] = []
         self._all_trust = FIRST_TRUST  # of all texts: where a new one starts
         self._trust = np.empty(0)
-        self._pause, self._paused = (
-            np.empty(0, np.int64),
-            np.empty(0, np.int64),
-        )  # the whole, and what is left
+        self._pause = np.empty(0, np.int64)  # steps between two looks at a text
+        self._paused = np.empty(0, np.int64)  # those of them that are left
         # The last guesses, whether or not they were computed, and how many of each.
         self._guesses, self._num_guesses = np.empty((0, self.most), np.int32), np.empty(0, np.int64)
         self.has_guesses = False  # of which nothing was learned yet
