@@ -17,6 +17,7 @@ import inspect
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -42,7 +43,12 @@ ASKED = {
 LONGEST = 150  # tokens of an answer
 
 
-def library() -> Iterator[tuple[str, str]]:
+@cache
+def library() -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(found_in_library()))
+
+
+def found_in_library() -> Iterator[tuple[str, str]]:
     """A docstring of 200 to 700 characters, and the source that it belongs to."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source = path.read_text(errors="replace")
@@ -67,7 +73,7 @@ def misspelt(text: str, rng: Random) -> str:
 
 def tasks(kind: str, count: int, run: int) -> list[list[dict[str, str]]]:
     """Conversations of one kind; each run has other texts as long as there are enough."""
-    found = sorted(library())
+    found = [*library()]
     Random(5).shuffle(found)
     rng, made = Random(run), []
     for number in range(run * count, (run + 1) * count):
@@ -105,11 +111,11 @@ def main() -> None:
             speeds: dict[str, list[float]] = {each: [] for each in engines}
             steps = dict.fromkeys(engines, 0.0)
             for run in range(args.runs + 1):  # the first one warms up
-                answers = {}
+                answers, asked = {}, tasks(kind, count, run)
                 for name, llm in engines.items():
                     llm.reset_prefix_cache()
                     before, begin = llm.stats(), perf_counter()
-                    outputs = llm.chat(tasks(kind, count, run), params, use_tqdm=False)
+                    outputs = llm.chat(asked, params, use_tqdm=False)
                     seconds, after = perf_counter() - begin, llm.stats()
                     answers[name] = [[*each.outputs[0].token_ids] for each in outputs]
                     if run:
