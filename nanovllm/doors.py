@@ -109,6 +109,8 @@ CHECKPOINTS = {
     "safetensors": "formats.safetensors.checkpoint:SafetensorsCheckpoint",
 }
 MIXTURES = "moe.options:with_options"  # a model's config with what options say of its experts
+# A model's config with what an option of `Config` says, by the option, if it is set.
+MODEL_OPTIONS = {"enable_expert_parallel": MIXTURES, "return_routed_experts": MIXTURES}
 # What fills weights by the option `load_format`; "auto" reads a checkpoint.
 LOAD_FORMATS = {"dummy": "formats.dummy:init_dummy_weights"}
 # What makes a `QuantConfig` of config.json's quantization_config, by its `quant_method`.

@@ -22,6 +22,7 @@ from nanovllm.config import Config
 from nanovllm.extras.columns import NO_LOGPROBS
 from nanovllm.extras.planned import SequenceExtras
 from nanovllm.kv_group import ONE_GROUP, KVGroup
+from nanovllm.plan.prefix_tree import ROOT
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Room, Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -295,13 +296,14 @@ class Loop:
             assert (seq.completion_token_ids, seq.finish_reason) == (self.tokens[seq_id], reason)
 
 
-def make_sequence(seq_id: int, prompt: list[int], params: SamplingParams) -> Sequence:
+def make_sequence(seq_id: int, prompt: list[int], params: SamplingParams, root: int = ROOT) -> Sequence:
     return Sequence(
         seq_id,
         array("i", prompt),
         params,
         seed=seq_id,
         stop_ids=frozenset() if params.ignore_eos else frozenset({EOS}),
+        root=root,
     )
 
 

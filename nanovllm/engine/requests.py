@@ -187,13 +187,7 @@ class Requests:
         dead_end = _EXTRAS["dead_end"](failed) if failed else None
         metrics = self._metrics(state, now)
         return self.processor.output(
-            state.request,
-            completions,
-            metrics,
-            scores,
-            state.num_cached_tokens,
-            pooled,
-            dead_end,
+            state.request, completions, metrics, scores, state.num_cached_tokens, pooled, dead_end
         )
 
     def clear(self) -> None:

@@ -16,7 +16,7 @@ from nanovllm.batch import SAMPLING_PARAMETERS
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.device_facts import CPU_KV_CACHE_BYTES
-from nanovllm.doors import EXTRAS, MIXTURES, STATES, TEXT, Table, cpu_door, find
+from nanovllm.doors import EXTRAS, MIXTURES, MODEL_OPTIONS, STATES, TEXT, Table, cpu_door, find
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import (
@@ -99,8 +99,9 @@ def read_model_config(config: Config, path: Path, generation: dict[str, Any], de
     model = load_model_config(path, generation, config.hf_overrides, config.quantization)
     if config.load_format == "auto" and open_checkpoint(path).files()[1]:
         model = find_head(model, path)
-    if model.moe is not None or config.enable_expert_parallel or config.return_routed_experts:
-        model = find(MIXTURES)(config, model, device)
+    asked = [place for option, place in MODEL_OPTIONS.items() if getattr(config, option)]
+    for place in dict.fromkeys(asked if model.moe is None else [MIXTURES, *asked]):
+        model = find(place)(config, model, device)
     return replace(model, quant=model.quant.on(device.capability))
 
 

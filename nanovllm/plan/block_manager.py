@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.batch import PADDING
-from nanovllm.plan.prefix_tree import NO_CHAIN, ROOT, CachedBlock, PrefixTree
+from nanovllm.plan.prefix_tree import NO_CHAIN, CachedBlock, PrefixTree
 from nanovllm.plan.sequence import Room, Sequence
 
 Piece = tuple[int, int, int]  # cells of a block: the block, the first cell, the number of cells
@@ -159,7 +159,7 @@ class BlockManager:
 
     def _begin(self, seq: Sequence, hits: list[int], cells: int) -> None:
         """What of `seq` is computed and findable when it is admitted."""
-        seq.chain = self._chain_of(hits[-1]) if hits else ROOT
+        seq.chain = self._chain_of(hits[-1]) if hits else seq.root
         seq.num_hashed_blocks = len(hits)
         seq.num_computed_tokens = len(hits) * self.block_size + cells
         self.num_cached_tokens += seq.num_computed_tokens
@@ -233,7 +233,7 @@ class BlockManager:
         seq.tables = []
         seq.capacity = seq.num_computed_tokens = 0
         seq.num_hashed_blocks = 0
-        seq.chain = ROOT
+        seq.chain = seq.root
 
     def _drop_all(self, seq: Sequence) -> None:
         drop = self.pool.drop
@@ -295,7 +295,7 @@ class BlockManager:
         state is needed."""
         if not (self.enable_prefix_caching and self.pool.free):
             return [], PADDING, 0
-        size, parent, find = self.block_size, ROOT, self._tree.find
+        size, parent, find = self.block_size, seq.root, self._tree.find
         hits: list[int] = []
         most = seq.num_known_tokens - 1
         if seq.extras is not None:

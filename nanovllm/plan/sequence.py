@@ -15,6 +15,7 @@ import numpy as np
 from nanovllm.batch import FILTERS, NO_SLOT, SAMPLING_PARAMETERS, Column, SamplingColumns
 from nanovllm.kv_group import ONE_GROUP, KVGroup, longest_in
 from nanovllm.params import SamplingParams
+from nanovllm.plan.prefix_tree import ROOT
 
 
 class SequenceStatus(Enum):
@@ -51,13 +52,15 @@ class Sequence:
     tables: list[list[int]] = field(default_factory=list)  # the blocks of each `KVGroup`; empty: it owns none
     capacity: int = 0  # tokens that its blocks have room for
     num_hashed_blocks: int = 0  # leading blocks that are registered in the prefix cache
-    chain: int | None = 0  # the chain id of these blocks; None if a hash collision prevents more
+    root: int = ROOT  # the chain id of the empty prefix: sequences with different ones share no K/V
+    chain: int | None = field(init=False)  # the chain id of these blocks; None if a collision prevents more
     finish_reason: str | None = None
     stop_reason: int | None = None
 
     def __post_init__(self) -> None:
         self.num_known_tokens = self.num_prompt_tokens = self.num_prompt_tokens or len(self.prompt_ids)
         self.output_ids = array("i")
+        self.chain = self.root
 
     def append(self, token_id: int) -> None:
         """Add a token of the output, which is known from now on."""

@@ -150,11 +150,7 @@ class Ending:
         self.last_token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device.torch)  # by slot
 
     def end(
-        self,
-        batch: Batch,
-        hidden: torch.Tensor,
-        inputs: BatchInputs[torch.Tensor],
-        masks: object = None,
+        self, batch: Batch, hidden: torch.Tensor, inputs: BatchInputs[torch.Tensor], masks: object = None
     ) -> StepOutput[torch.Tensor]:
         """Draw a step's tokens, and compute what its extras ask for.
 

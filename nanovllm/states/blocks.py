@@ -17,7 +17,7 @@ import xxhash
 
 from nanovllm.batch import PADDING
 from nanovllm.plan.block_manager import BlockManager, Found
-from nanovllm.plan.prefix_tree import TOKEN_BYTES, num_common
+from nanovllm.plan.prefix_tree import ROOT, TOKEN_BYTES, num_common
 from nanovllm.plan.sequence import Room, Sequence
 from nanovllm.states.kernels.packed import CHUNK
 from nanovllm.states.policy import StatePolicy
@@ -29,10 +29,11 @@ _LEAST = 16  # tokens that a state spares those, or else it is not kept for them
 
 
 class Kept(NamedTuple):
-    """A kept state: after these tokens, int32."""
+    """A kept state: after these tokens, int32, of a sequence with this root."""
 
     row: int
     tokens: bytes
+    root: int
 
 
 class KeptStates:
@@ -45,51 +46,51 @@ class KeptStates:
         self._partings: OrderedDict[tuple[int, int], Kept] = OrderedDict()
         self._lengths: dict[int, int] = {}  # of the kept tokens, in bytes, and how many have each
 
-    def find(self, tokens: bytes) -> Kept | None:
-        """The longest beginning of these tokens that is kept."""
+    def find(self, tokens: bytes, root: int = ROOT) -> Kept | None:
+        """The longest beginning of these tokens that is kept. root: of the sequence, here and below."""
         for length in sorted(self._lengths, reverse=True):
             if length <= len(tokens):
-                found = self.get(tokens[:length])
+                found = self.get(tokens[:length], root)
                 if found is not None:
                     return found
         return None
 
-    def get(self, tokens: bytes) -> Kept | None:
+    def get(self, tokens: bytes, root: int = ROOT) -> Kept | None:
         """The state after exactly these tokens, used now."""
-        key = _key(tokens)
+        key = _key(tokens, root)
         for kind in (self._partings, self._ends):
             found = kind.get(key)
-            if found is not None and found.tokens == tokens:
+            if found is not None and found.tokens == tokens and found.root == root:
                 kind.move_to_end(key)
                 return found
         return None
 
-    def add(self, tokens: bytes, is_end: bool, pinned: set[int]) -> int | None:
+    def add(self, tokens: bytes, is_end: bool, pinned: set[int], root: int = ROOT) -> int | None:
         """A row for the state after these tokens, which replaces another that is not pinned; None if there is
         none, or their hashes are equal."""
-        key = _key(tokens)
+        key = _key(tokens, root)
         if key in self._partings or key in self._ends:
             return None
         row = self._free.pop() if self._free else self._drop(pinned)
         if row is not None:
-            (self._ends if is_end else self._partings)[key] = Kept(row, tokens)
+            (self._ends if is_end else self._partings)[key] = Kept(row, tokens, root)
             self._lengths[len(tokens)] = self._lengths.get(len(tokens), 0) + 1
         return row
 
-    def part(self, tokens: bytes) -> None:
+    def part(self, tokens: bytes, root: int = ROOT) -> None:
         """Prompts part after these tokens: their state is dropped last."""
-        key = _key(tokens)
+        key = _key(tokens, root)
         if key in self._ends:
             self._partings[key] = self._ends.pop(key)
 
-    def past(self, prompt: bytes, shared: int) -> int:
+    def past(self, prompt: bytes, shared: int, root: int = ROOT) -> int:
         """How many tokens another prompt, whose end is kept, has after the first `shared` ones, if these are
         the same with which this prompt ends; 0 if there is none. They are the beginning of an answer, which
         a template does not repeat in a chat that goes on."""
         begins = shared * TOKEN_BYTES
         for kept in self._ends.values():
             rest = kept.tokens[begins:]
-            is_short = 0 < len(rest) <= MOST_PAST * TOKEN_BYTES
+            is_short = 0 < len(rest) <= MOST_PAST * TOKEN_BYTES and kept.root == root
             if is_short and prompt.endswith(rest) and kept.tokens.startswith(prompt[:begins]):
                 return len(rest) // TOKEN_BYTES
         return 0
@@ -121,8 +122,8 @@ class KeptStates:
         return None
 
 
-def _key(tokens: bytes) -> tuple[int, int]:
-    return len(tokens), xxhash.xxh3_64_intdigest(tokens)
+def _key(tokens: bytes, root: int) -> tuple[int, int]:
+    return len(tokens), xxhash.xxh3_64_intdigest(tokens, seed=abs(root))
 
 
 class StateBlocks(BlockManager):
@@ -153,7 +154,7 @@ class StateBlocks(BlockManager):
         """Also False if the state to begin with is computed by the step being planned."""
         found, known = super()._find_prefix(seq), seq.num_known_tokens
         shared = len(found[0]) * self.block_size + found[2]
-        kept = self.kept.find(seq.token_bytes(0, shared)) if shared else None
+        kept = self.kept.find(seq.token_bytes(0, shared), seq.root) if shared else None
         if kept is not None and kept.row in self._written:
             return False
         self._found = self._up_to(found, 0 if kept is None else len(kept.tokens) // TOKEN_BYTES)
@@ -165,11 +166,11 @@ class StateBlocks(BlockManager):
             self._moves.append((kept.row, seq, begin, False))
             self._read.add(kept.row)
             if begin < seq.num_prompt_tokens:
-                self.kept.part(kept.tokens)
+                self.kept.part(kept.tokens, seq.root)
         if self.enable_prefix_caching:
             if shared > begin:
                 prompt = seq.token_bytes(0, known)
-                self._past = self.kept.past(prompt, shared) or self._past
+                self._past = self.kept.past(prompt, shared, seq.root) or self._past
             partings = {shared, known - 1 if seq.params.n > 1 else 0, *self._partings_ahead(seq)}
             wanted = {each - each % self.grid: False for each in partings if begin < each < known}
             end = known - self._past
@@ -185,7 +186,7 @@ class StateBlocks(BlockManager):
         commons = {
             min(num_common(tokens, other.token_bytes(0, other.num_known_tokens)), known - 1)
             for other in islice(self.coming, 1, 1 + _AHEAD)
-            if other.token_bytes(begin, begin + _LEAST) == first
+            if other.root == seq.root and other.token_bytes(begin, begin + _LEAST) == first
         }
         partings: list[int] = []
         for common in sorted(commons):
@@ -220,8 +221,8 @@ class StateBlocks(BlockManager):
         while wanted and wanted[0][0] <= seq.num_computed_tokens:
             position, is_end = wanted.pop(0)
             tokens = seq.token_bytes(0, position)
-            if self.kept.get(tokens) is None:
-                row = self.kept.add(tokens, is_end, self._read | self._written)
+            if self.kept.get(tokens, seq.root) is None:
+                row = self.kept.add(tokens, is_end, self._read | self._written, seq.root)
                 if row is not None:
                     self._moves.append((row, seq, position, True))
                     self._written.add(row)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.batch import PADDING
 from nanovllm.plan.block_manager import BlockManager, BlockPool, Found
-from nanovllm.plan.prefix_tree import ROOT, CachedBlock
+from nanovllm.plan.prefix_tree import CachedBlock
 from nanovllm.plan.sequence import Room, Sequence
 
 
@@ -311,7 +311,7 @@ class GroupBlocks(BlockManager):
         count = self._num_readable(hits)
         if count < len(hits):
             hits = hits[:count]
-            parent = self._chain_of(hits[-1]) if hits else ROOT
+            parent = self._chain_of(hits[-1]) if hits else seq.root
         found = super()._with_cells(seq, hits, parent, most)
         if found[2] and any(found[1] not in twins for twins in self.twins[1:]):
             return hits, PADDING, 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from fake_device import Handle, make_loop, make_sequence, run_all, want_states
+from fake_device import Handle, Windows, make_loop, make_sequence, run_all, want_states
 from invariants import check_scheduler
 
 from nanovllm.batch import Batch, StepKind
 from nanovllm.plan import prefix_tree
+from nanovllm.plan.prefix_tree import ROOT
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -60,6 +63,28 @@ def test_a_scored_sequence_that_is_preempted_finds_its_output_in_the_cache() -> 
     while not loop.scheduler.is_finished():
         loop.step()
     assert len(cached) == loop.finished[1].num_preemptions > 0 and min(cached) > 5, cached
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"windows": Windows(24)}, {"windows": Windows(24, 2)}, {"states": True}], ids=str
+)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_sequences_share_with_those_of_their_root(kind: dict[str, Any], at_once: bool) -> None:
+    """As their K/V and states differ, though their tokens are equal."""
+    loop = make_loop(400, 4, 8, 100, 100, **kind)
+    prompt, params = list(range(1, 40)), SamplingParams(max_tokens=6, ignore_eos=True)
+    roots = [ROOT, -2, -3, ROOT, -3, -2, -2, ROOT]
+    for seq_id, root in enumerate(roots):
+        loop.scheduler.add(make_sequence(seq_id, prompt, params, root))
+        while not (at_once or loop.scheduler.is_finished()):
+            loop.step()
+    while not loop.scheduler.is_finished():
+        loop.step()
+    found = [loop.finished[seq_id].num_cached_tokens for seq_id in range(len(roots))]
+    first = 2 if kind.get("states") and not at_once else 1  # a second prompt shows where a state is needed
+    earlier = [roots[:place].count(root) for place, root in enumerate(roots)]
+    assert found == [len(prompt) - 1 if count >= first else 0 for count in earlier]
+    assert len({tuple(loop.finished[seq_id].completion_token_ids) for seq_id in range(len(roots))}) == 1
 
 
 def test_the_cache_is_used_and_can_be_turned_off() -> None:
