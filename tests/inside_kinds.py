@@ -1,4 +1,7 @@
-"""What tests of unknown kinds read behind the public names of the package; inside.py does for all others."""
+"""What tests of unknown kinds, and of ends that are forced, read behind the public names of the package.
+
+`inside.py` does for all others.
+"""
 
 from __future__ import annotations
 
@@ -102,3 +105,26 @@ def nothing_was_said(patch: pytest.MonkeyPatch) -> None:
 def begin_reading_parquet_by(patch: pytest.MonkeyPatch, code: str) -> None:
     """Let the process that reads Parquet files run this code first."""
     patch.setattr(parquet, "_START", parquet._START.replace("runpy.run", code + "runpy.run"))
+
+
+def end_no_answer_early(patch: pytest.MonkeyPatch) -> None:
+    """Engines compute the last token of every answer from now on, also where no other one may follow."""
+    from nanovllm.plan import scheduler
+
+    patch.setitem(scheduler._EXTRAS, "forced_ends", lambda batch, seqs: [])
+
+
+def keep_experts(patch: pytest.MonkeyPatch) -> None:
+    """Every sequence that asks for something has experts of a token, as with `return_routed_experts`."""
+    import numpy as np
+
+    from nanovllm.engine import requests
+
+    make = requests._EXTRAS["sequence"]
+
+    def with_experts(*args: Any) -> Any:
+        extras = make(*args)
+        extras.routed.append((0, np.zeros((1, 1, 1), np.int16)))
+        return extras
+
+    patch.setitem(requests._EXTRAS, "sequence", with_experts)

@@ -16,6 +16,7 @@ import numpy as np
 from nanovllm.checks import show
 from nanovllm.extras.json_schemas import enforceable, escapes, strings, warn_once
 from nanovllm.extras.structured_outputs import CONSTRAINTS, StructuredOutputsParams
+from nanovllm.extras.token_rules import Ends
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -33,9 +34,13 @@ class Constraint:
     for the next. Several originals avoid that all copies wait for one lock.
     """
 
-    def __init__(self, first: LLMatcher, make: Callable[[], LLMatcher], executor: LLExecutor) -> None:
-        """first: an original. make: creates another original. executor: runs many matchers in parallel."""
+    def __init__(
+        self, first: LLMatcher, make: Callable[[], LLMatcher], executor: LLExecutor, end_id: int
+    ) -> None:
+        """first: an original. make: creates another original. executor: runs many matchers in parallel.
+        end_id: the tokenizer's token that ends a text."""
         self.executor = executor
+        self.ends = Ends(end_id)
         self._originals = [first]
         self._make = make
         self._num_copies = 0
@@ -125,7 +130,7 @@ class GrammarCompiler:
             self._try(first, f"{name}: {text}")
         for warning in first.get_grammar_warnings():
             warn_once(f"{name}: {warning}")
-        return Constraint(first, make, self._executor)
+        return Constraint(first, make, self._executor, self._tokens.eos_token)
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
         """The constraint in llguidance's format, not checked yet."""

@@ -5,7 +5,7 @@ A rule belongs to one sequence. Knows neither text nor logits; the device applie
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _ALL_TOKENS = -1  # a word of bits that allows all of its 32 tokens
 SHARED_TOKENS = 32  # the longest outputs that are looked at for equal ones
+MOST_ENDS = 256  # outputs of a grammar of which is kept whether they must end
 
 
 class _TokenRule(Protocol):
@@ -115,10 +116,32 @@ class BadWords:
                 self._sets[before].take_from(bits)
 
 
+class Ends:
+    """Which outputs of a grammar must end, with the token `token_id`."""
+
+    def __init__(self, token_id: int) -> None:
+        self.token_id = token_id
+        self._known: dict[tuple[int, ...], bool] = {}
+        self._are_rare = False  # none of the first ones must end: such a grammar is not worth the look
+
+    def must_end(self, token_ids: Sequence[int], look: Callable[[], bool]) -> bool:
+        """Whether an output must end; `look` says it of one that is not known."""
+        if self._are_rare:
+            return False
+        key = tuple(token_ids)
+        if key not in self._known:
+            if len(self._known) >= MOST_ENDS:
+                self._are_rare = not any(self._known.values())
+                self._known.clear()
+            self._known[key] = look()
+        return self._known[key]
+
+
 class Matchers(Protocol):
     """Creates the matchers of one grammar, in their initial state, with masks as long as the rows of bits."""
 
     executor: LLExecutor  # processes many matchers in parallel
+    ends: Ends  # of the tokenizer's token that ends a text
 
     def new(self) -> LLMatcher:
         """A matcher for one output; it may share memory, and thus limits, with other matchers."""
@@ -130,8 +153,8 @@ class Matchers(Protocol):
 class Grammar:
     """Enforces the form of the text, such as a JSON schema, followed by a token that ends the output.
 
-    Where the text may end, all stop tokens are allowed; where it must end, only these. If llguidance fails,
-    for example because a state exceeds its limits, no token is allowed.
+    Where the text may end, all stop tokens are allowed; where it must end, the tokenizer's own. If llguidance
+    fails, for example because a state exceeds its limits, no token is allowed.
     """
 
     def __init__(self, matchers: Matchers, stop_ids: Iterable[int], gate: ThinkingGate | None = None) -> None:
@@ -170,7 +193,7 @@ class Grammar:
             if matcher.is_error():
                 break
             number += 1
-            if matcher.is_accepting():
+            if matcher.is_accepting() and not self._is_over(matcher):
                 self._stops.add_to(row)
         if matcher.is_error():  # perhaps at a limit that it shares with other matchers
             self._matcher = None
@@ -219,13 +242,35 @@ class Grammar:
         self._may_end = self._matcher.is_accepting()
         self.dead_end = None
         if self._may_end:
-            self._stops.add_to(bits)
+            if not self._is_over(self._matcher):
+                self._stops.add_to(bits)
         elif self._matcher.is_error():
             bits[:] = 0
             why = self._matcher.get_error().strip().partition("\n")[0]
             self.dead_end = "" if why.startswith("NoExtension") else why
         elif not bits.any():
             self.dead_end = ""
+
+    def forced_end(self, token_ids: Sequence[int]) -> int | None:
+        """The token that ends the output, if no other one may follow it. None also of outputs that are too
+        long or too different for a look to be worth it. Call it where `complete` may follow."""
+        if self._gate is not None or len(token_ids) > SHARED_TOKENS:
+            return None
+
+        def look() -> bool:
+            matcher, last = self.advance(token_ids, 0)
+            if last:
+                matcher.consume_token(last[0])
+            return matcher.is_accepting() and self._is_over(matcher)
+
+        ends = self._matchers.ends
+        return ends.token_id if ends.must_end(token_ids, look) else None
+
+    def _is_over(self, matcher: LLMatcher) -> bool:
+        """Whether only the tokenizer's token that ends a text may follow; it ends the output."""
+        return (
+            matcher.is_stopped() and not matcher.is_error() and self._matchers.ends.token_id in self._stop_ids
+        )
 
     def state(self, token_ids: Sequence[int]) -> object:
         """What the mask after an output depends on; None if it is unlikely that another output has the same.

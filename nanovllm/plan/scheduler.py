@@ -111,6 +111,8 @@ class Scheduler:
                 self._finish(seq, reason, events.finish_reasons)
         for column, token_ids in enumerate(output.token_ids.T.tolist()):  # 0: first tokens
             self._take_in(zip(batch.seq_ids, token_ids, (batch.draws > column).tolist(), strict=True), events)
+        if batch.extras.has_rules:
+            self._take_in(_EXTRAS["forced_ends"](batch, self._sequences(batch)), events)
         return events
 
     def masks(self, batch: Batch, buffer: np.ndarray) -> object:

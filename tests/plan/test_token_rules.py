@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import llguidance
@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 import nanovllm
 from nanovllm.extras import token_rules
 from nanovllm.extras.token_rules import (
+    MOST_ENDS,
     AllowedTokens,
     BadWords,
+    Ends,
     Grammar,
     MinTokens,
     Replay,
@@ -107,6 +109,7 @@ class Copies:
         original = self.alone()
         assert not original.is_error(), original.get_error()
         self.new = original.deep_copy
+        self.ends = Ends(EOS)
 
 
 def grammar(kind: str, text: str, stop_ids: Iterable[int] = (EOS,)) -> Grammar:
@@ -123,7 +126,8 @@ CHOICES = [
 
 @pytest.mark.parametrize("choices", CHOICES, ids=str)
 def test_grammar_of_choices(choices: list[str]) -> None:
-    """The text continues with each choice that it begins, and any stop token may follow a complete choice.
+    """The text continues with each choice that it begins, and any stop token may follow a complete choice;
+    only the tokenizer's own where nothing else may.
 
     Where all choices continue alike, llguidance allows only the tokenizer's own encoding.
     """
@@ -137,7 +141,9 @@ def test_grammar_of_choices(choices: list[str]) -> None:
                 restrict_all([RuledRow(0, [rule], output_ids, 0)], bits)
                 ids = ids_of(bits[0], 540)
                 stops, others = ids & {EOS, OTHER_STOP}, ids - {EOS, OTHER_STOP}
-                assert stops == ({EOS, OTHER_STOP} if text in ends else set())
+                is_over = text in ends and not others
+                assert stops == ({EOS} if is_over else {EOS, OTHER_STOP} if text in ends else set())
+                assert rule.forced_end(output_ids) == (EOS if is_over else None)
                 longer = [text + TOKENS.decode_bytes([i]) for i in others]
                 assert all(any(end.startswith(each) for end in ends) for each in longer)
                 next_bytes = {each[len(text)] for each in longer}
@@ -146,6 +152,37 @@ def test_grammar_of_choices(choices: list[str]) -> None:
             if output_ids[-1] in stops:
                 break
             text = TOKENS.decode_bytes(output_ids)
+
+
+def test_grammars_whose_outputs_do_not_end_soon_are_no_longer_looked_at() -> None:
+    """Of others a few outputs are kept, and an equal output is looked at once."""
+    looks = [0]
+
+    def look(must_end: bool) -> Callable[[], bool]:
+        def counted() -> bool:
+            looks[0] += 1
+            return must_end
+
+        return counted
+
+    rare, often = Ends(EOS), Ends(EOS)
+    for number in range(3 * MOST_ENDS):
+        assert not rare.must_end([number], look(False))
+        assert often.must_end([number], look(number % 2 > 0)) is often.must_end([number], look(False))
+    assert looks[0] == MOST_ENDS + 1 + 3 * MOST_ENDS
+
+
+def test_an_end_is_forced_only_by_a_token_that_ends_the_output() -> None:
+    [digit] = TOKENS.tokenize_str("7")
+    assert grammar("regex", "7").forced_end([digit]) == EOS
+    assert grammar("regex", "7+").forced_end([digit]) is None
+    assert grammar("regex", "7", [OTHER_STOP]).forced_end([digit]) is None
+    rule = grammar("regex", "7")
+    bits = np.empty((1, 17), np.int32)
+    for output_ids in ([], [digit]):  # a look between two masks changes neither
+        rule.forced_end(output_ids)
+        restrict_all([RuledRow(0, [rule], output_ids, 0)], bits)
+        assert ids_of(bits[0], 540) == ({EOS} if output_ids else {digit})
 
 
 def test_rows_with_grammars_are_the_rows_alone() -> None:

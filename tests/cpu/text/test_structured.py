@@ -316,7 +316,7 @@ def test_few_originals_share_the_copies_in_turn() -> None:
         originals.append(Original())
         return originals[-1]
 
-    constraint: Any = Constraint(originals[0], make, None)
+    constraint: Any = Constraint(originals[0], make, None, EOS)
     for _ in range(2 * ORIGINALS * COPIES - 1):
         constraint.new()
     assert [each.copies for each in originals] == [*[2 * COPIES] * (ORIGINALS - 1), 2 * COPIES - 1]
