@@ -198,7 +198,7 @@ EXTRAS = {
     "step": "extras.planned:extras_of",  # what those of a step ask for: its `Extras`
     "masks": "extras.planned:masks_of",  # the tokens that may follow in a step
     "keep": "extras.planned:keep",  # gives the sequences of a step what they asked for
-    "forced_ends": "extras.planned:forced_ends",  # the sequences that end without a step for the last token
+    "forced_ends": "extras.planned:forced_ends",  # of sequences that need no step for their last tokens
     "dead_end": "extras.planned:dead_end",
     "ending": "extras.ending:ExtrasEnding",  # ends a step with `Extras`, for an `Ending`
 }

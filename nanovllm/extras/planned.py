@@ -56,7 +56,7 @@ class SequenceExtras:
     bias: tuple[np.ndarray, np.ndarray] | None  # token ids and biases
     num_logprobs: int  # likeliest tokens of each drawn one, or NO_LOGPROBS
     asked_ids: list[int]  # the tokens of `logprob_token_ids`
-    ender: Grammar | None = None  # its only rule, if that may end it without a step for the last token
+    ender: Grammar | None = None  # its only rule, if that may end it without steps for its last tokens
     sleeper: ThinkingBudget | None = None  # its only rule, if that says where it acts: `has_rules` changes
     wakes: int = 0  # the place in the output from which the sleeper must be asked
     counted: int | None = None  # the sequence's preemptions when penalties last counted its tokens
@@ -76,7 +76,7 @@ class SequenceExtras:
         if params.logit_bias:
             token_ids, values = params.logit_bias.keys(), params.logit_bias.values()
             bias = np.array([*token_ids], np.int64), np.array([*values], np.float32)
-        is_asked = params.logprob_token_ids or params.logprobs is not None
+        is_asked = params.logprob_token_ids or params.logprobs is not None or params.logit_bias
         return cls(
             prompt_ids=request.prompt_token_ids,
             rules=rules,
@@ -294,7 +294,7 @@ def keep(batch: Batch, output: StepOutput[np.ndarray], seqs: dict[int, Sequence]
 
 def forced_ends(batch: Batch, seqs: dict[int, Sequence]) -> list[tuple[int, int, bool]]:
     """Rows of `Scheduler._take_in` for the unfinished sequences, by row, of a step that was read, of which
-    only the token that ends them may follow. No step need draw it, as nothing else of it is asked for."""
+    known tokens must follow up to their end. No step need draw them, as nothing else of them is asked for."""
     if len({*batch.seq_ids}) < len(batch.seq_ids):  # a step with drafts: its tokens are counted by their rows
         return []
     ended: list[tuple[int, int, bool]] = []
@@ -302,10 +302,9 @@ def forced_ends(batch: Batch, seqs: dict[int, Sequence]) -> list[tuple[int, int,
         extras = seq.extras
         if extras is None or extras.ender is None or extras.routed or not batch.draws[row]:
             continue
-        token_id = extras.ender.forced_end(seq.output_ids)
-        if token_id is not None:
-            seq.num_pending_tokens += 1
-            ended.append((seq.seq_id, token_id, True))
+        token_ids = extras.ender.forced_end(seq.output_ids)
+        seq.num_pending_tokens += len(token_ids)
+        ended += [(seq.seq_id, token_id, True) for token_id in token_ids]
     return ended
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _ALL_TOKENS = -1  # a word of bits that allows all of its 32 tokens
 SHARED_TOKENS = 32  # the longest outputs that are looked at for equal ones
-MOST_ENDS = 256  # outputs of a grammar of which is kept whether they must end
+MOST_ENDS = 256  # outputs of a grammar of which is kept how they must end
+MOST_FORCED = 256  # tokens of an end that is kept
 
 
 class _TokenRule(Protocol):
@@ -117,17 +118,18 @@ class BadWords:
 
 
 class Ends:
-    """Which outputs of a grammar must end, with the token `token_id`."""
+    """How outputs of a grammar go on to their end, with the token `token_id`, where no other may follow."""
 
     def __init__(self, token_id: int) -> None:
         self.token_id = token_id
-        self._known: dict[tuple[int, ...], bool] = {}
-        self._are_rare = False  # none of the first ones must end: such a grammar is not worth the look
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._are_rare = False  # none of the first ones is forced: such a grammar is not worth the look
 
-    def must_end(self, token_ids: Sequence[int], look: Callable[[], bool]) -> bool:
-        """Whether an output must end; `look` says it of one that is not known."""
+    def after(self, token_ids: Sequence[int], look: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """The tokens that must follow an output up to its end; () if others may. `look` says it of an output
+        that is not known."""
         if self._are_rare:
-            return False
+            return ()
         key = tuple(token_ids)
         if key not in self._known:
             if len(self._known) >= MOST_ENDS:
@@ -251,20 +253,31 @@ class Grammar:
         elif not bits.any():
             self.dead_end = ""
 
-    def forced_end(self, token_ids: Sequence[int]) -> int | None:
-        """The token that ends the output, if no other one may follow it. None also of outputs that are too
-        long or too different for a look to be worth it. Call it where `complete` may follow."""
-        if self._gate is not None or len(token_ids) > SHARED_TOKENS:
-            return None
+    def forced_end(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that must follow the output, up to the one that ends it; () if others may follow. ()
+        also of outputs that are too long or too different for a look to be worth it.
 
-        def look() -> bool:
+        llguidance allows only the tokenizer's encoding of a text that is forced, so the masks of these tokens
+        have one token each.
+        """
+        if self._gate is not None or len(token_ids) > SHARED_TOKENS:
+            return ()
+
+        def look() -> tuple[int, ...]:
             matcher, last = self.advance(token_ids, 0)
             if last:
                 matcher.consume_token(last[0])
-            return matcher.is_accepting() and self._is_over(matcher)
+            if matcher.is_error():
+                return ()
+            ahead, found = matcher.deep_copy(), []
+            while not self._is_over(ahead):
+                forced = ahead.compute_ff_tokens()
+                found += forced
+                if not forced or len(found) > MOST_FORCED or not ahead.consume_tokens(forced):
+                    return ()
+            return (*found, self._matchers.ends.token_id)
 
-        ends = self._matchers.ends
-        return ends.token_id if ends.must_end(token_ids, look) else None
+        return self._matchers.ends.after(token_ids, look)
 
     def _is_over(self, matcher: LLMatcher) -> bool:
         """Whether only the tokenizer's token that ends a text may follow; it ends the output."""

@@ -103,7 +103,7 @@ class Copies:
     executor = llguidance.LLExecutor()
 
     def __init__(self, kind: str, text: str, **limits: int) -> None:
-        grammar = llguidance.grammar_from(kind, text)
+        grammar = llguidance.grammar_from(kind, text) if kind else text
         limits = llguidance.LLParserLimits(**limits) if limits else None
         self.alone = partial(llguidance.LLMatcher, TOKENS, grammar, log_level=0, limits=limits)
         original = self.alone()
@@ -135,6 +135,7 @@ def test_grammar_of_choices(choices: list[str]) -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         rule, output_ids, text = grammar("choice", json.dumps(choices), [EOS, OTHER_STOP]), [], b""
+        forced: list[int] = []  # the tokens that must follow up to the end, once that is known
         while True:
             bits = np.empty((1, 17), np.int32)
             for _ in range(2):  # a preempted sequence asks again
@@ -143,46 +144,85 @@ def test_grammar_of_choices(choices: list[str]) -> None:
                 stops, others = ids & {EOS, OTHER_STOP}, ids - {EOS, OTHER_STOP}
                 is_over = text in ends and not others
                 assert stops == ({EOS} if is_over else {EOS, OTHER_STOP} if text in ends else set())
-                assert rule.forced_end(output_ids) == (EOS if is_over else None)
+                forced = forced or list(rule.forced_end(output_ids))
+                assert ids == {forced[0]} if forced else not is_over
                 longer = [text + TOKENS.decode_bytes([i]) for i in others]
                 assert all(any(end.startswith(each) for end in ends) for each in longer)
                 next_bytes = {each[len(text)] for each in longer}
                 assert next_bytes == {end[len(text)] for end in ends if end.startswith(text) and end != text}
             output_ids.append(int(rng.choice(sorted(ids))))
+            forced = forced[1:]
             if output_ids[-1] in stops:
                 break
             text = TOKENS.decode_bytes(output_ids)
+        assert not forced
 
 
 def test_grammars_whose_outputs_do_not_end_soon_are_no_longer_looked_at() -> None:
     """Of others a few outputs are kept, and an equal output is looked at once."""
     looks = [0]
 
-    def look(must_end: bool) -> Callable[[], bool]:
-        def counted() -> bool:
+    def look(is_forced: bool) -> Callable[[], tuple[int, ...]]:
+        def counted() -> tuple[int, ...]:
             looks[0] += 1
-            return must_end
+            return (9, EOS) if is_forced else ()
 
         return counted
 
     rare, often = Ends(EOS), Ends(EOS)
     for number in range(3 * MOST_ENDS):
-        assert not rare.must_end([number], look(False))
-        assert often.must_end([number], look(number % 2 > 0)) is often.must_end([number], look(False))
+        assert rare.after([number], look(False)) == ()
+        assert often.after([number], look(number % 2 > 0)) == ((9, EOS) if number % 2 else ())
+        assert often.after([number], look(False)) == ((9, EOS) if number % 2 else ())
     assert looks[0] == MOST_ENDS + 1 + 3 * MOST_ENDS
 
 
 def test_an_end_is_forced_only_by_a_token_that_ends_the_output() -> None:
     [digit] = TOKENS.tokenize_str("7")
-    assert grammar("regex", "7").forced_end([digit]) == EOS
-    assert grammar("regex", "7+").forced_end([digit]) is None
-    assert grammar("regex", "7", [OTHER_STOP]).forced_end([digit]) is None
+    assert grammar("regex", "7").forced_end([digit]) == (EOS,)
+    assert grammar("regex", "7+").forced_end([digit]) == ()
+    assert grammar("regex", "7", [OTHER_STOP]).forced_end([digit]) == ()
     rule = grammar("regex", "7")
     bits = np.empty((1, 17), np.int32)
     for output_ids in ([], [digit]):  # a look between two masks changes neither
         rule.forced_end(output_ids)
         restrict_all([RuledRow(0, [rule], output_ids, 0)], bits)
         assert ids_of(bits[0], 540) == ({EOS} if output_ids else {digit})
+
+
+TEXTS = [
+    ("regex", "(ab|ac){3,5}foo bar"),
+    ("regex", "[0-9]{2}-XYZ"),
+    ("grammar", 'start: "x" | "(" start ")"'),
+    ("json", '{"enum": ["good", "bad", 12, 1.5, null, {"a": [1, true]}]}'),
+    (
+        "json",
+        '{"type": "object", "properties": {"label": {"enum": ["good", "bad"]}, "sure": {"type": "boolean"}}, '
+        '"required": ["label", "sure"], "additionalProperties": false}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), TEXTS, ids=str)
+def test_a_forced_end_has_the_tokens_of_the_masks(kind: str, text: str) -> None:
+    if kind == "json":
+        made = llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
+    else:
+        made = llguidance.grammar_from(kind, text)
+    matchers, rng, num_forced = Copies("", made), np.random.default_rng(2), 0
+    for _ in range(60):
+        rule, output_ids, forced = Grammar(matchers, [EOS, OTHER_STOP]), [], ()
+        bits = np.empty((1, 17), np.int32)
+        while output_ids[-1:] != [EOS] and len(output_ids) < 40:
+            forced = forced or rule.forced_end(output_ids)
+            restrict_all([RuledRow(0, [rule], output_ids, 0)], bits)
+            ids = sorted(ids_of(bits[0], 540) - {OTHER_STOP})
+            if forced:
+                assert ids_of(bits[0], 540) == {forced[0]}
+                forced, num_forced = forced[1:], num_forced + 1
+            output_ids.append(int(rng.choice(ids)))
+        assert not forced
+    assert num_forced > 60
 
 
 def test_rows_with_grammars_are_the_rows_alone() -> None:

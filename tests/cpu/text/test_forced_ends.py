@@ -1,4 +1,4 @@
-"""An answer of which only its end may follow ends without a step for that token, and is the same."""
+"""An answer that can go on in only one way to its end needs no step for these tokens, and is the same."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from nanovllm.batch import StepKind
 
 FORMS: list[dict[str, Any]] = [
     {"choice": ["red", "green", "reddish"]},
+    {"choice": ["positive and long", "negative", "neutral"]},
     {"regex": "(yes|no|maybe)"},
     {"json": {"enum": [1, 12, "x"]}},
     {"regex": "[a-c]{3,6}"},
@@ -89,6 +90,20 @@ def test_labels_of_one_token_need_no_decode_step() -> None:
         assert {batch.kind for batch in llm.batches} == {StepKind.PREFILL}
     assert {each["text"] for each in outputs} <= {"a", "b"}
     assert {(len(each["token_ids"]), each["finish_reason"]) for each in outputs} == {(2, "stop")}
+
+
+def test_labels_that_differ_in_their_first_token_need_no_decode_step() -> None:
+    labels = ["aa long label", "bb another one", "cc"]
+    form = StructuredOutputsParams(choice=labels)
+    for most in (30, 3):
+        with make(async_scheduling=False) as llm:
+            params = SamplingParams(structured_outputs=form, max_tokens=most, temperature=2, seed=1)
+            prompts = [f"Question {n}:" for n in range(9)]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert {batch.kind for batch in llm.batches} == {StepKind.PREFILL}
+        for each in outputs:
+            assert each["text"] in labels if most > 3 else len(each["token_ids"]) <= 3
+            assert each["finish_reason"] == ("stop" if each["text"] in labels else "length")
 
 
 def test_parts_of_a_stream_have_all_tokens() -> None:
