@@ -69,7 +69,7 @@ def test_a_mixed_batch_is_its_rows_alone(name: str, alone: list[list[int]]) -> N
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.num_free_blocks == free
         if name == "tight":
-            assert any(seq.num_preemptions and seq.extras.rules for seq in llm.sequences)
+            assert any(seq.num_preemptions and seq.extras and seq.extras.rules for seq in llm.sequences)
     for index, (output, expected) in enumerate(zip(outputs, alone, strict=True)):
         assert output.outputs[0].token_ids == expected, index
         constraint, pattern = KINDS[index % len(KINDS)]
