@@ -1,0 +1,101 @@
+"""Labels: rows that share an instruction, by the kind of answer, and how busy the device is meanwhile.
+
+    python -m tools.bench labels                             # the 0.6B shape, 4,096 rows, 200 shared tokens
+    python -m tools.bench labels --answers choice one --runs 5
+    python -m tools.bench labels --model FOLDER --rows 64    # on a CPU there are no shares
+
+Answers: `choice` of three labels (structured outputs), `one` token, `ids` (the logprobs of three tokens), and
+`four` tokens. Every run has new ids. Prints the rows a second of each run after a whole one that warms up. On
+a GPU one more run has a profiler, which makes gaps longer: the share of time with a kernel between the first
+and the last one. The same kernel time over the median call is the share of the whole call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model_path
+from tools.benchmark.kernels import busy_time, read_trace
+from tools.benchmark.shapes import write_shape
+from tools.benchmark.workloads import label
+
+LABELS = ["positive", "negative", "neutral"]
+ANSWERS: dict[str, dict[str, Any]] = {
+    "choice": {"structured_outputs": StructuredOutputsParams(choice=LABELS), "max_tokens": 16},
+    "one": {"max_tokens": 1},
+    "ids": {"max_tokens": 1, "logprob_token_ids": [11, 12, 13]},
+    "four": {"max_tokens": 4, "ignore_eos": True},
+}
+
+
+def kernel_seconds(run: Callable[[], object]) -> tuple[float, float]:
+    """Seconds with a kernel, and from the first to the last one, of a run on a GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json.gz")
+        profiler.export_chrome_trace(str(path))
+        kernels, _ = read_trace(path)
+    between = max(each.end for each in kernels) - kernels[0].start
+    return busy_time(kernels) / 1e6, between / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="a folder, instead of dummy weights of the 0.6B shape")
+    parser.add_argument("--answers", nargs="+", choices=ANSWERS, default=[*ANSWERS])
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--shared", type=int, default=200)
+    parser.add_argument("--runs", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"tokenizer": demo_model_path(), "load_format": "dummy"}
+        model = args.model or str(write_shape("qwen3-0.6b", Path(folder)))
+        llm = LLM(model, **({} if args.model else options))
+    vocab_size, shift = llm.model_config.vocab_size, 0
+    on_gpu = torch.cuda.is_available()
+    for name in args.answers:
+        params = SamplingParams(temperature=0.6, detokenize=name == "choice", **ANSWERS[name])
+
+        def run() -> float:
+            nonlocal shift
+            shift += 17
+            work = label(args.rows, args.shared)
+            prompts = [[(token + shift) % vocab_size for token in prompt] for prompt in work.prompts]
+            begin = perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            return perf_counter() - begin
+
+        run()
+        before = llm.stats()
+        seconds = [run() for _ in range(args.runs)]
+        after = llm.stats()
+        steps = (after.num_prefill_steps + after.num_decode_steps) - (
+            before.num_prefill_steps + before.num_decode_steps
+        )
+        rates = ", ".join(f"{args.rows / each:,.0f}" for each in seconds)
+        line = (
+            f"{name:7} {args.rows / median(seconds):9,.0f} rows/s of {rates}; {steps / args.runs:.1f} steps"
+        )
+        if on_gpu:
+            kernel, between = kernel_seconds(run)
+            line += (
+                f"; busy {kernel / between:.0%} between kernels, {kernel / median(seconds):.0%} of the call"
+            )
+        print(line, flush=True)
+    llm.close()
+
+
+if __name__ == "__main__":
+    main()
