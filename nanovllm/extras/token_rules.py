@@ -257,8 +257,8 @@ class Grammar:
         """The tokens that must follow the output, up to the one that ends it; () if others may follow. ()
         also of outputs that are too long or too different for a look to be worth it.
 
-        llguidance allows only the tokenizer's encoding of a text that is forced, so the masks of these tokens
-        have one token each.
+        Of a text that is forced, llguidance allows only the first token of the tokenizer's encoding, and
+        encodes the rest anew after it, perhaps in another way. So one token is taken of each encoding.
         """
         if self._gate is not None or len(token_ids) > SHARED_TOKENS:
             return ()
@@ -272,8 +272,8 @@ class Grammar:
             ahead, found = matcher.deep_copy(), []
             while not self._is_over(ahead):
                 forced = ahead.compute_ff_tokens()
-                found += forced
-                if not forced or len(found) > MOST_FORCED or not ahead.consume_tokens(forced):
+                found += forced[:1]
+                if not forced or len(found) + len(forced) > MOST_FORCED or not ahead.consume_token(forced[0]):
                     return ()
             return (*found, self._matchers.ends.token_id)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 
 import llguidance
 import numpy as np
@@ -33,7 +34,8 @@ V = 75  # three words of bits, the last one partly used
 IDS = st.integers(0, V - 1)
 WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
 EOS, OTHER_STOP = 2, 7
-TOKENS = llguidance.LLTokenizer(f"{nanovllm.demo_model_path()}/tokenizer.json", n_vocab=540, eos_token=EOS)
+TOKENIZER = Path(nanovllm.demo_model_path()) / "tokenizer.json"
+TOKENS = llguidance.LLTokenizer(str(TOKENIZER), n_vocab=540, eos_token=EOS)
 
 
 def ids_of(bits: np.ndarray, vocab_size: int = V) -> set[int]:
@@ -101,11 +103,12 @@ class Copies:
     """Matchers that are copies of one original and share its lexer's states."""
 
     executor = llguidance.LLExecutor()
+    tokens = TOKENS
 
     def __init__(self, kind: str, text: str, **limits: int) -> None:
         grammar = llguidance.grammar_from(kind, text) if kind else text
         limits = llguidance.LLParserLimits(**limits) if limits else None
-        self.alone = partial(llguidance.LLMatcher, TOKENS, grammar, log_level=0, limits=limits)
+        self.alone = partial(llguidance.LLMatcher, self.tokens, grammar, log_level=0, limits=limits)
         original = self.alone()
         assert not original.is_error(), original.get_error()
         self.new = original.deep_copy
@@ -223,6 +226,28 @@ def test_a_forced_end_has_the_tokens_of_the_masks(kind: str, text: str) -> None:
             output_ids.append(int(rng.choice(ids)))
         assert not forced
     assert num_forced > 60
+
+
+def test_a_forced_end_is_encoded_anew_after_each_token() -> None:
+    """Llama 3 encodes a backslash and n after a sign as two tokens, and alone as one. llguidance forgets the
+    sign where its character has several tokens."""
+    content = json.loads(TOKENIZER.read_text())
+    content["model"]["vocab"]["\\n"] = len(content["model"]["vocab"])
+    content["model"]["merges"].append(["\\", "n"])
+    words = {"Regex": r"[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+"}
+    split = {"type": "Split", "pattern": words, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"]["pretokenizers"] = [split, content["pre_tokenizer"]["pretokenizers"][-1]]
+    content["pre_tokenizer"]["pretokenizers"][-1]["use_regex"] = False
+    tokens = llguidance.LLTokenizer(json.dumps(content), n_vocab=540, eos_token=EOS)
+    matchers = type("Others", (Copies,), {"tokens": tokens})("choice", json.dumps(["a\u20ac\\n!", "b"]))
+    output_ids, bits = tokens.tokenize_str("a"), np.empty((1, 17), np.int32)
+    forced, rule = Grammar(matchers, [EOS]).forced_end(output_ids), Grammar(matchers, [EOS])
+    for token_id in forced:
+        restrict_all([RuledRow(0, [rule], output_ids, 0)], bits)
+        assert ids_of(bits[0], 540) == {token_id}
+        output_ids.append(token_id)
+    assert [tokens.decode_bytes([token_id]) for token_id in forced[3:-1]] == [b"\\n", b"!"]
+    assert forced[-1] == EOS and len(tokens.tokenize_str("\u20ac\\n!")) == len(forced) == 6
 
 
 def test_rows_with_grammars_are_the_rows_alone() -> None:
