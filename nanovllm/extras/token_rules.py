@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ALL_TOKENS = -1  # a word of bits that allows all of its 32 tokens
 SHARED_TOKENS = 32  # the longest outputs that are looked at for equal ones
 MOST_ENDS = 256  # outputs of a grammar of which is kept how they must end
-MOST_FORCED = 256  # tokens of an end that is kept
+MOST_FORCED = 64  # tokens of an end that is kept: a look takes time by their square
 
 
 class _TokenRule(Protocol):

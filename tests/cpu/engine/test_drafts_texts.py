@@ -40,7 +40,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "min_tokens": 6,
         "repetition_penalty": 1.1,
     },
-    "a choice": {"temperature": 1, "structured_outputs": form(choice=["yes", "no, thanks"])},
+    "a choice": {"temperature": 1, "structured_outputs": form(choice=["yes", "no, thanks"]), "logprobs": 0},
     "a grammar without an end": {
         "temperature": 1,
         "structured_outputs": form(regex="[0-9]{50}"),
