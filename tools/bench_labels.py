@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -25,7 +27,7 @@ import torch
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model_path
 from tools.benchmark.kernels import busy_time, read_trace
 from tools.benchmark.shapes import write_shape
-from tools.benchmark.workloads import label
+from tools.benchmark.workloads import Workload, label
 
 LABELS = ["positive", "negative", "neutral"]
 ANSWERS: dict[str, dict[str, Any]] = {
@@ -49,6 +51,14 @@ def kernel_seconds(run: Callable[[], object]) -> tuple[float, float]:
     return busy_time(kernels) / 1e6, between / 1e6
 
 
+def timed(llm: LLM, params: SamplingParams, work: Workload, shifts: Iterator[int]) -> float:
+    """Seconds of a run, whose ids are shifted by the next number."""
+    work = work.shifted(next(shifts), llm.model_config.vocab_size)
+    begin = perf_counter()
+    llm.generate(work.prompts, params, use_tqdm=False)
+    return perf_counter() - begin
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -63,20 +73,10 @@ def main() -> None:
         options: dict[str, Any] = {"tokenizer": demo_model_path(), "load_format": "dummy"}
         model = args.model or str(write_shape("qwen3-0.6b", Path(folder)))
         llm = LLM(model, **({} if args.model else options))
-    vocab_size, shift = llm.model_config.vocab_size, 0
-    on_gpu = torch.cuda.is_available()
+    shifts, on_gpu = count(17, 17), torch.cuda.is_available()
     for name in args.answers:
         params = SamplingParams(temperature=0.6, detokenize=name == "choice", **ANSWERS[name])
-
-        def run() -> float:
-            nonlocal shift
-            shift += 17
-            work = label(args.rows, args.shared)
-            prompts = [[(token + shift) % vocab_size for token in prompt] for prompt in work.prompts]
-            begin = perf_counter()
-            llm.generate(prompts, params, use_tqdm=False)
-            return perf_counter() - begin
-
+        run = partial(timed, llm, params, label(args.rows, args.shared), shifts)
         run()
         before = llm.stats()
         seconds = [run() for _ in range(args.runs)]
