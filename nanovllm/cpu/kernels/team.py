@@ -289,8 +289,10 @@ _making = threading.Lock()
 
 
 def _forget() -> None:
-    """In a forked child: new teams have helpers of its own."""
+    """In a forked child: new teams have helpers of its own, and torch has one thread, as it would wait for
+    those of the parent."""
     global _making
+    torch.set_num_threads(1)
     for each in _teams.values():
         each.lose_helpers()
     _teams.clear()

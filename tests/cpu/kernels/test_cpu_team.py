@@ -91,6 +91,34 @@ def test_a_forked_child_computes(kind: str) -> None:
     assert finish(start(code))[0] == ["done"]
 
 
+FORKED_ENGINE = """
+import os, signal
+import torch
+from nanovllm import LLM, SamplingParams, demo_model_path
+
+def answer():
+    params = SamplingParams(max_tokens=8, temperature=0)
+    with LLM(demo_model_path(), device="cpu", dtype="float32") as llm:
+        torch.zeros(2**22)  # so large that torch uses its threads
+        return llm.generate("Question:", params, use_tqdm=False)[0]["token_ids"]
+
+torch.set_num_threads(2)
+expected = answer()
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    os._exit(0 if answer() == expected else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert answer() == expected
+print("done")
+"""
+
+
+def test_a_forked_child_makes_an_engine_of_its_own() -> None:
+    """torch would wait for threads that only its parent has."""
+    assert finish(start(FORKED_ENGINE))[0] == ["done"]
+
+
 INTERRUPTS = """
 import os, signal, threading, time
 import torch
