@@ -275,7 +275,7 @@ class Grammar:
                 found += forced[:1]
                 if not forced or len(found) + len(forced) > MOST_FORCED or not ahead.consume_token(forced[0]):
                     return ()
-            return (*found, self._matchers.ends.token_id)
+            return (*found, self._matchers.ends.token_id) if ahead.is_accepting() else ()
 
         return self._matchers.ends.after(token_ids, look)
 
