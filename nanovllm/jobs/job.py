@@ -332,7 +332,11 @@ def _describe_input(args: argparse.Namespace, source: Input) -> dict[str, Any]:
 
 
 def _check_columns(columns: list[str], plain: PlainFormat, where: str) -> None:
-    names = ", ".join(map(repr, columns)) or "none"
+    if not columns:
+        raise JobRefusedError(
+            f"{where} no columns: name them in the first line of a CSV file, or as a row's keys"
+        )
+    names = ", ".join(map(repr, columns))
     for name in plain.named:
         if name not in columns:
             raise JobRefusedError(f"{where} no column {name!r}, but {names}")

@@ -92,6 +92,17 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize("argv", [(), ("--prompt-column", "text")], ids=str)
+def test_a_table_without_columns_says_where_they_stand(
+    tmp_path: Path, argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "empty.csv"
+    source.touch()
+    assert run(source, "-o", tmp_path / "out.jsonl", *argv) == 2
+    assert "empty.csv has no columns: name them in the first line of a CSV file" in capsys.readouterr().out
+    assert files(tmp_path) == {"empty.csv"}
+
+
 def test_a_report_that_is_the_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_rows(tmp_path / "in.html", rows_of(3))
     before = source.read_bytes()
