@@ -56,7 +56,7 @@ class SequenceExtras:
     bias: tuple[np.ndarray, np.ndarray] | None  # token ids and biases
     num_logprobs: int  # likeliest tokens of each drawn one, or NO_LOGPROBS
     asked_ids: list[int]  # the tokens of `logprob_token_ids`
-    ender: Grammar | None = None  # its only rule, if that may end it without steps for its last tokens
+    ender: Grammar | None = None  # its only rule, if nothing is asked of the tokens of a forced end
     sleeper: ThinkingBudget | None = None  # its only rule, if that says where it acts: `has_rules` changes
     wakes: int = 0  # the place in the output from which the sleeper must be asked
     counted: int | None = None  # the sequence's preemptions when penalties last counted its tokens
@@ -293,8 +293,8 @@ def keep(batch: Batch, output: StepOutput[np.ndarray], seqs: dict[int, Sequence]
 
 
 def forced_ends(batch: Batch, seqs: dict[int, Sequence]) -> list[tuple[int, int, bool]]:
-    """Rows of `Scheduler._take_in` for the unfinished sequences, by row, of a step that was read, of which
-    known tokens must follow up to their end. No step need draw them, as nothing else of them is asked for."""
+    """The tokens that no step need draw, after a step that was read: the forced ends of its sequences, as
+    rows of `Scheduler._take_in`. seqs: those that are unfinished, by row."""
     if len({*batch.seq_ids}) < len(batch.seq_ids):  # a step with drafts: its tokens are counted by their rows
         return []
     ended: list[tuple[int, int, bool]] = []

@@ -118,7 +118,7 @@ class BadWords:
 
 
 class Ends:
-    """How outputs of a grammar go on to their end, with the token `token_id`, where no other may follow."""
+    """The forced ends of a grammar's outputs: the tokens that must follow, `token_id` as the last."""
 
     def __init__(self, token_id: int) -> None:
         self.token_id = token_id

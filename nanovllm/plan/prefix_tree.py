@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import xxhash
 
-ROOT = 0  # the chain id of the empty prefix; other roots, whose prefixes are other ones, are below NO_CHAIN
+ROOT = 0  # the chain id of the empty prefix; a sequence may have another root, below NO_CHAIN
 NO_CHAIN = -1  # of a block that is not full: nothing follows it
 TOKEN_BYTES = 4  # of a token id, int32
 
@@ -35,7 +35,7 @@ class CachedBlock(NamedTuple):
 
 def block_key(parent: int, tokens: bytes) -> int:
     """Hash a full block's tokens, seeded with its parent's chain id (xxHash64)."""
-    return xxhash.xxh64_intdigest(tokens, seed=parent % 2**64)
+    return xxhash.xxh64_intdigest(tokens, seed=parent)
 
 
 _first_of = Struct("=I").unpack_from
