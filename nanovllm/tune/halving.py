@@ -2,7 +2,8 @@
 
 Every setting runs three times, the faster half again, and so on; the last ones several times on more rows (K.
 Jamieson and A. Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS
-2016). Asks a function to measure, and a clock; knows neither models nor processes.
+2016). On a quiet machine, where two passes agree, two tell the last ones. Asks a function to measure, and a
+clock; knows neither models nor processes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ PROBE_ROWS = 8  # of the first trial, which tells how long trials take
 _PROBE_SHARE = 0.05  # of the time, for the second one
 FINALISTS = 3  # beside the job's own setting
 _PASSES = 3  # of a round: so often each setting runs
+_QUIET_PASSES = 2  # of the only round of a quiet machine
+_AGREE = 1.02  # passes agree where no setting's gain differs by more: chance then costs less than that
 _REPEATS, _MOST_REPEATS = 3, 7  # of the finalists: planned, and while two of them are close
 _SLOWER = 3.0  # than the best so far, for each row: such a trial is cut off
 _SPARE_SECONDS = 20.0  # of a trial, for a start that takes longer than the first one
@@ -85,6 +88,7 @@ class Search:
     _cost: Cost = Cost(0.0, 0.0)  # noqa: RUF009
     _alive: list[Setting] = field(default_factory=list)  # beside the job's own
     _pass: int = 0
+    _is_quiet: bool = False  # passes agreed so far
     _runs: dict[Setting, dict[int, float]] = field(default_factory=dict)  # seconds of a row by pass
 
     def run(self) -> None:
@@ -123,11 +127,23 @@ class Search:
         """Run all that are left and keep the faster half, until they are finalists. Return whether there was
         time for that."""
         while len(self._alive) > FINALISTS:
-            for _ in range(_PASSES):
+            before, self._is_quiet = self._pass, False
+            while self._pass - before < _PASSES and not self._is_quiet:
                 if not self._try_all(rows):
                     return False
+                self._is_quiet = self._pass - before >= _QUIET_PASSES and self._agree(before)
             ranked = sorted(self._alive, key=lambda each: -(self.gain(each) or 0.0))
-            self._alive = ranked[: max(FINALISTS, len(ranked) // 2)]
+            self._alive = ranked[: FINALISTS if self._is_quiet else max(FINALISTS, len(ranked) // 2)]
+        return True
+
+    def _agree(self, before: int) -> bool:
+        """Whether each setting that is left gained about the same in every pass after pass `before`."""
+        own = self._runs.get(self.settings[0], {})
+        for setting in self._alive:
+            gains = [own[number] / took for number, took in self._runs[setting].items() if number in own]
+            gains = gains[before - self._pass :]
+            if len(gains) < _QUIET_PASSES or max(gains) > _AGREE * min(gains):
+                return False
         return True
 
     @property
@@ -218,7 +234,7 @@ class Search:
                 for setting in self._alive:
                     runs = self._runs[setting]
                     self._runs[setting] = {each: took for each, took in runs.items() if each > before}
-            if number + 1 >= _REPEATS and not self._are_close():
+            if number + 1 >= _REPEATS and (self._agree(before) or not self._are_close()):
                 return
 
     def _are_close(self) -> bool:
@@ -267,6 +283,6 @@ class Search:
         """The seconds of all passes to come, if each trial has so many rows."""
         trials, here = 0, len(self._alive)
         while here > FINALISTS:
-            trials += _PASSES * (here + 1)
-            here = max(FINALISTS, here // 2)
+            trials += (_QUIET_PASSES if self._is_quiet else _PASSES) * (here + 1)
+            here = FINALISTS if self._is_quiet else max(FINALISTS, here // 2)
         return (trials + _REPEATS * (here + 1)) * self._cost.of(rows)
