@@ -1,4 +1,4 @@
-"""The process of a trial: it runs a job that standard input describes, and prints what it took.
+"""The process of a trial: it runs a job, and sends what it took.
 
 Measures from the loaded model to the end of the job; chooses nothing.
 """
@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import os
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.run import run
 from nanovllm.llm import LLM
 from nanovllm.params import SamplingParams
-from nanovllm.tune.trial import MAX_REASON, REPLY
+
+MAX_REASON = 300  # characters
+_NUM_THREADS = torch.get_num_threads()  # in a fork, torch has one: its parent might have used more
 
 
 class Timed:
@@ -46,39 +51,44 @@ class Timed:
         return TimedLLM
 
 
-def main() -> None:
-    """Run the job that standard input describes; print what it took."""
-    job = json.load(sys.stdin)
-    job["output"] = Path(job["output"])
+def run_trial(job: dict[str, Any], said: str, sender: Connection) -> None:
+    """Run a job, and send what it took, or its "error".
+
+    job: arguments of `nanovllm run`, as JSON. said: the file that gets what the job prints.
+    """
+    torch.set_num_threads(_NUM_THREADS)
+    os.setsid()  # Ctrl-C reaches the command alone, which ends this process with its workers
+    output = os.open(said, os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sender.send(_measured(job))
+
+
+def _measured(job: dict[str, Any]) -> dict[str, Any]:
+    """What a job took."""
+    job = {**job, "output": Path(job["output"])}
     _forget(job["output"])
     timed, arguments = Timed(), argparse.Namespace()
     vars(arguments).update(job)
     try:
         code = run(arguments, timed.engine())
     except JobRefusedError as error:
-        print(REPLY + json.dumps({"error": str(error)[:MAX_REASON]}), flush=True)
-        return
+        return {"error": str(error)[:MAX_REASON]}
     lines = [json.loads(line) for line in job["output"].read_text().splitlines()]
     errors = [line["error"] for line in lines if line["error"] is not None]
     rows = len(lines) - len(errors)
     if code > 1 or not rows:
         why = errors[0] if errors else f"the job ended with code {code}"
-        reply: dict[str, Any] = {"error": str(why)[:MAX_REASON]}
-    else:
-        reply = {
-            "rows": len(lines),
-            "seconds": timed.ended - timed.loaded,
-            "read": timed.read,
-            "written": timed.written,
-        }
-    print(REPLY + json.dumps(reply), flush=True)
+        return {"error": str(why)[:MAX_REASON]}
+    return {
+        "rows": len(lines),
+        "seconds": timed.ended - timed.loaded,
+        "read": timed.read,
+        "written": timed.written,
+    }
 
 
 def _forget(output: Path) -> None:
     """Remove the files of an earlier trial."""
     for path in (output, output.with_name(output.name + ".job.json")):
         path.unlink(missing_ok=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,26 +1,28 @@
 """Trials: each is a job on the sample in a process of its own, so that its memory is free when it ends.
 
-Starts and ends the process, which runs `tune/process.py`. Decides nothing.
+All are forked from one process that has imported the package and has used no device, so a trial costs no
+imports. Starts and ends the processes, which run `tune/process.py`. Decides nothing.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from nanovllm.jobs.window import WINDOW_ROWS
+from nanovllm.parallel.worker import start_process
 from nanovllm.tune.halving import Failed, Measured, Outcome
+from nanovllm.tune.process import MAX_REASON, run_trial
 from nanovllm.tune.settings import Setting
 
-REPLY = "nanovllm trial: "  # before the JSON of a trial, on its standard output
-MAX_REASON = 300  # characters
+_FORKS = get_context("forkserver")
 _NOISE = ("Traceback", " ", "nanovllm: loading")  # beginnings of lines that are no reason
 
 
@@ -30,44 +32,46 @@ class Trials:
     def __init__(self, job: Mapping[str, Any]) -> None:
         """job: arguments of `nanovllm run`, as JSON."""
         self._job = job
+        _FORKS.set_forkserver_preload([run_trial.__module__])
 
     def measure(self, setting: Setting, rows: int, limit: float) -> Outcome:
         """Run `rows` rows with a setting; a trial that takes longer than `limit` seconds is ended."""
         start = time.monotonic()
         job = {**self._job, **dict(setting), "limit": rows, "window": WINDOW_ROWS}
-        command = [sys.executable, "-m", "nanovllm.tune.process"]
-        pipe = subprocess.PIPE
-        # A group of its own: Ctrl-C reaches this process alone, which ends the trial with its workers.
-        with subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
-        ) as process:
+        receiver, sender = _FORKS.Pipe(duplex=False)
+        with receiver, tempfile.NamedTemporaryFile("r", errors="replace") as said:
+            process = _FORKS.Process(target=run_trial, args=(job, said.name, sender))
             try:
-                out, err = process.communicate(json.dumps(job), timeout=limit)
-            except subprocess.TimeoutExpired:
+                with sender:
+                    start_process(process)
+                reply = None
+                if not receiver.poll(max(0.0, limit - (time.monotonic() - start))):
+                    return Failed(f"not done after {time.monotonic() - start:,.0f} s", is_late=True)
+                with suppress(EOFError):
+                    reply = receiver.recv()
+                process.join()
+            finally:
                 _end(process)
-                return Failed(f"not done after {time.monotonic() - start:,.0f} s", is_late=True)
-            except BaseException:
-                _end(process)
-                raise
-        seconds = time.monotonic() - start
-        for line in out.splitlines():
-            if line.startswith(REPLY):
-                reply = json.loads(line.removeprefix(REPLY))
-                if "error" in reply:
-                    return Failed(reply["error"])
-                took = reply["seconds"]
-                return Measured(reply["rows"], took, seconds - took, reply["read"], reply["written"])
-        return Failed(_reason(err, process.returncode))
+            seconds = time.monotonic() - start
+            if reply is None:
+                return Failed(_reason(said.read(), process.exitcode))
+        if "error" in reply:
+            return Failed(reply["error"])
+        took = reply["seconds"]
+        return Measured(reply["rows"], took, seconds - took, reply["read"], reply["written"])
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a trial and the processes that it started."""
+def _end(process: ForkServerProcess) -> None:
+    """End a trial, if it runs, and the processes that it started."""
+    if process.pid is None:
+        return
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.join()
 
 
-def _reason(err: str, code: int) -> str:
+def _reason(err: str, code: int | None) -> str:
     """Why a trial failed, from what it wrote on standard error."""
     lines = [line.strip() for line in err.splitlines() if line.strip() and not line.startswith(_NOISE)]
     if code == -signal.SIGKILL:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NoReturn
 
+import pytest
+import torch
 from jobs import write_rows
 
 from nanovllm import demo_model_path
 from nanovllm.jobs.main import parse_args
+from nanovllm.tune import trial
 from nanovllm.tune.halving import Failed, Measured
+from nanovllm.tune.process import run_trial
 from nanovllm.tune.sample import job_arguments, write_sample
 from nanovllm.tune.trial import Trials
 
@@ -37,3 +48,83 @@ def test_a_trial_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     trials = trials_of(tmp_path, [{"prompt": "a"}])
     found = trials.measure((), 1, 0.01)
     assert isinstance(found, Failed) and found.is_late and found.reason == "not done after 0 s"
+
+
+# -- processes in place of trials ---------------------------------------------------------------------------
+
+
+class Nobody:
+    def send(self, reply: object) -> None:
+        pass
+
+
+def send_threads(job: dict[str, Any], said: str, sender: Connection) -> None:
+    run_trial(job, said, Nobody())  # type: ignore[arg-type]
+    sender.send({"error": str(torch.get_num_threads())})
+
+
+def without_output(job: dict[str, Any], said: str, sender: Connection) -> None:
+    run_trial({}, said, sender)
+
+
+def kill_itself(job: dict[str, Any], said: str, sender: Connection) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start_another(job: dict[str, Any], said: str, sender: Connection) -> NoReturn:
+    os.setsid()
+    other = subprocess.Popen(["sleep", "1000"])
+    Path(job["output"]).write_text(str(other.pid))
+    while True:
+        time.sleep(1)
+
+
+def test_a_trial_has_the_threads_of_a_fresh_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though other forks of a process with the CPU's kernels have one."""
+    trials = trials_of(tmp_path, [{"prompt": "a"}])
+    monkeypatch.setattr(trial, "run_trial", send_threads)
+    command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    fresh = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    found = trials.measure((), 1, HANG_SECONDS)
+    assert isinstance(found, Failed) and found.reason == fresh
+
+
+def test_the_process_that_trials_are_forked_from_uses_no_gpu() -> None:
+    """A fork of a process that has used CUDA cannot use it."""
+    code = """
+import torch
+def used(*given): raise AssertionError("CUDA is used")
+for name in ("is_available", "device_count", "_lazy_init", "current_device", "get_device_properties"):
+    setattr(torch.cuda, name, used)
+for name in [name for name in dir(torch._C) if name.startswith("_cuda_")]:
+    setattr(torch._C, name, used)
+import nanovllm.tune.process
+print("done")
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout == "done\n", found.stderr
+
+
+def test_why_a_trial_ended_without_a_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = trials_of(tmp_path, [{"prompt": "a"}])
+    monkeypatch.setattr(trial, "run_trial", without_output)
+    assert trials.measure((), 1, HANG_SECONDS) == Failed("KeyError: 'output'")
+    monkeypatch.setattr(trial, "run_trial", kill_itself)
+    killed = trials.measure((), 1, HANG_SECONDS)
+    assert isinstance(killed, Failed) and "memory of this machine was full" in killed.reason
+
+
+def test_what_a_late_trial_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = trials_of(tmp_path, [{"prompt": "a"}])
+    monkeypatch.setattr(trial, "run_trial", start_another)
+    started = tmp_path / "out.jsonl"
+    for seconds in (1.0, 4.0, 16.0, 64.0, HANG_SECONDS):  # until the process was fast enough to start another
+        found = trials.measure((), 1, seconds)
+        assert isinstance(found, Failed) and found.is_late
+        if started.exists() and started.read_text():
+            break
+    pid = int(started.read_text())
+    deadline = time.monotonic() + HANG_SECONDS
+    while Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < deadline, "it runs on"
+        time.sleep(0.05)
