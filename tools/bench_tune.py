@@ -2,7 +2,7 @@
 
     python -m tools.bench tune                                  # the demo model on idle CPU cores
     python -m tools.bench tune --only labels --minutes 6 --passes 5
-    python -m tools.bench tune --model FOLDER --scale 8 -- --load-format dummy     # options of LLM follow
+    python -m tools.bench tune --model FOLDER --scale 8 -- --load-format dummy --tokenizer FOLDER   # of LLM
 
 First the search runs as the command does, then every setting of its grid on all rows of the sample, in turn:
 all in two passes; the fastest four, the job's own and the choice in more. The speed of a machine changes, so
@@ -68,9 +68,15 @@ def search(args: argparse.Namespace, trials: Trials, tried: Sequence[Setting], r
     began = time.monotonic()
     found.run()
     seconds, best = time.monotonic() - began, found.best()
-    assert best is not None, "some setting runs"
+    if best is None:
+        raise SystemExit(f"no setting runs: {found.trials}")
     gain = found.gain(best) or 0.0
-    print(f"  chosen in {seconds:,.0f} s: {_name(best)}, {gain:.2f} times the job's own", flush=True)
+    loading = median(each.loading for each in found.trials.values() if isinstance(each, Measured))
+    print(
+        f"  chosen in {seconds:,.0f} s: {_name(best)}, {gain:.2f} times the job's own; a trial loads "
+        f"{loading:.1f} s; not tried: {len(found.left_out)}",
+        flush=True,
+    )
     return found
 
 
