@@ -25,7 +25,7 @@ from nanovllm import demo_model_path
 from nanovllm.jobs.job import engine_options
 from nanovllm.jobs.main import parse_args
 from nanovllm.tune.command import _machine, _name
-from nanovllm.tune.halving import Measured, Search
+from nanovllm.tune.halving import Measured, Outcome, Search
 from nanovllm.tune.sample import job_arguments, write_sample
 from nanovllm.tune.settings import Setting, settings
 from nanovllm.tune.trial import Trials
@@ -64,7 +64,13 @@ def write_rows(rows: Rows, scale: int, vocab_size: int, path: Path) -> None:
 
 def search(args: argparse.Namespace, trials: Trials, tried: Sequence[Setting], rows: int) -> Search:
     """The search of the command, which prints what it chose."""
-    found = Search(tried, trials.measure, time.monotonic, 60 * args.minutes, rows)
+
+    def measure(setting: Setting, rows: int, limit: float) -> Outcome:
+        outcome = trials.measure(setting, rows, limit)
+        print(f"  {rows} rows, {_name(setting)}: {outcome}", flush=True)
+        return outcome
+
+    found = Search(tried, measure, time.monotonic, 60 * args.minutes, rows)
     began = time.monotonic()
     found.run()
     seconds, best = time.monotonic() - began, found.best()

@@ -23,6 +23,8 @@ from nanovllm.tune.process import MAX_REASON, run_trial
 from nanovllm.tune.settings import Setting
 
 _FORKS = get_context("forkserver")
+# What trials import, and takes long: this package, and what an engine imports of others. None uses a device.
+PRELOADED = (run_trial.__module__, "transformers.models.auto.tokenization_auto", "triton")
 _NOISE = ("Traceback", " ", "nanovllm: loading")  # beginnings of lines that are no reason
 
 
@@ -32,7 +34,7 @@ class Trials:
     def __init__(self, job: Mapping[str, Any]) -> None:
         """job: arguments of `nanovllm run`, as JSON."""
         self._job = job
-        _FORKS.set_forkserver_preload([run_trial.__module__])
+        _FORKS.set_forkserver_preload(list(PRELOADED))
 
     def measure(self, setting: Setting, rows: int, limit: float) -> Outcome:
         """Run `rows` rows with a setting; a trial that takes longer than `limit` seconds is ended."""

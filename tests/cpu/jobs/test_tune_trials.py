@@ -98,10 +98,13 @@ for name in ("is_available", "device_count", "_lazy_init", "current_device", "ge
     setattr(torch.cuda, name, used)
 for name in [name for name in dir(torch._C) if name.startswith("_cuda_")]:
     setattr(torch._C, name, used)
-import nanovllm.tune.process
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 print("done")
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    command = [sys.executable, "-c", code, *trial.PRELOADED]
+    found = subprocess.run(command, capture_output=True, text=True)
     assert found.stdout == "done\n", found.stderr
 
 
