@@ -73,6 +73,8 @@ FAMILIES: dict[str, str] = {
     "Olmo2ForCausalLM": "families.olmo:OLMO2",
     "Olmo3ForCausalLM": "families.olmo:OLMO3",
     "OlmoHybridForCausalLM": "families.olmo_hybrid:OLMO_HYBRID",
+    "Lfm2ForCausalLM": "families.lfm2:LFM2",
+    "Lfm2MoeForCausalLM": "families.lfm2:LFM2_MOE",
     "Phi3ForCausalLM": "families.phi3:PHI3",
     "GraniteForCausalLM": "families.granite:GRANITE",
     "GraniteMoeHybridForCausalLM": "families.granite:GRANITE_HYBRID",

@@ -34,8 +34,12 @@ class CheckedSetup(RankSetup):
             allocated = allocate(num_blocks)
             runner.kv_cache.fill_(float("nan"))
             for layer in runner.model.state_layers:
-                layer.pool.fill_(float("nan"))
-                layer.conv_pool.fill_(float("nan"))
+                pools = [each for each in vars(layer).values() if isinstance(each, torch.Tensor)]
+                assert pools and sum(pool.nbytes for pool in pools) == layer.state_bytes(
+                    runner.config.max_num_seqs
+                )
+                for pool in pools:
+                    pool.fill_(float("nan"))
             return allocated
 
         runner.allocate_kv_cache = allocate_nan  # type: ignore[method-assign]

@@ -258,6 +258,7 @@ class ConvCase(NamedTuple):
     lengths: Sequence[int]
     positions: Sequence[int]
     rows: Sequence[int]
+    gates: torch.Tensor | None = None
 
 
 def make_conv_case(
@@ -268,6 +269,7 @@ def make_conv_case(
     dtype: torch.dtype = F32,
     device: str = "cpu",
     bias: bool = False,
+    gated: bool = False,
 ) -> ConvCase:
     rows = torch.randperm(len(lengths) + 3, generator=torch.Generator().manual_seed(1))[
         : len(lengths)
@@ -285,14 +287,25 @@ def make_conv_case(
         lengths,
         positions,
         rows,
+        randn(sum(lengths), 3 * channels, dtype=dtype, device=device, seed=3)[:, : 2 * channels]
+        if gated
+        else None,
     )
 
 
-def exact_conv(inputs: torch.Tensor, case: ConvCase) -> torch.Tensor:
-    """[K - 1 + L, C] to [L, C], with torch's convolution, in float64."""
+def conv_inputs(case: ConvCase) -> torch.Tensor:
+    """[T, C], what the convolution takes and a row of the pool keeps."""
+    return case.x if case.gates is None else case.gates[:, : case.x.shape[1]] * case.x
+
+
+def exact_conv(inputs: torch.Tensor, case: ConvCase, at: int) -> torch.Tensor:
+    """[K - 1 + L, C] to [L, C], the results of rows from `at` on, with torch's convolution, in float64."""
     bias = None if case.bias is None else case.bias.double()
     x = inputs.double().T[None]
-    return F.silu(F.conv1d(x, case.weight.double()[:, None], bias, groups=x.shape[1]))[0].T
+    total = F.conv1d(x, case.weight.double()[:, None], bias, groups=x.shape[1])[0].T
+    if case.gates is None:
+        return F.silu(total)
+    return total * case.gates[at : at + len(total), x.shape[1] :].double()
 
 
 def check_conv(operation: Any, case: ConvCase, saves: Sequence[tuple[int, int]] = ()) -> None:
@@ -304,14 +317,16 @@ def check_conv(operation: Any, case: ConvCase, saves: Sequence[tuple[int, int]] 
     to = [len(case.pool) + index for index in range(len(saves))]
     kept = Saves.of([(*each, row) for each, row in zip(saves, to, strict=True)], len(case.lengths), device)
     packed = packed_of(case.lengths, case.positions, case.rows, device)
-    out = operation(case.x, case.weight, case.bias, pool, packed, kept if saves else None)
+    gates = () if case.gates is None else (case.gates,)
+    out = operation(case.x, case.weight, case.bias, pool, packed, kept if saves else None, *gates)
+    mine = conv_inputs(case)
     for index, (length, position, row) in enumerate(
         zip(case.lengths, case.positions, case.rows, strict=True)
     ):
         old = before[row] if position else torch.zeros_like(before[row])
-        inputs = torch.cat([old, case.x[at : at + length]])
+        inputs = torch.cat([old, mine[at : at + length]])
         if length:
-            assert_close(out[at : at + length], exact_conv(inputs, case), BOUND[out.dtype])
+            assert_close(out[at : at + length], exact_conv(inputs, case, at), BOUND[out.dtype])
             before[row] = inputs[length:]
         for (sequence, place), target in zip(saves, to, strict=True):
             if sequence == index:
@@ -323,12 +338,13 @@ def check_conv(operation: Any, case: ConvCase, saves: Sequence[tuple[int, int]] 
 def check_conv_step(operation: Any, case: ConvCase) -> None:
     rows = torch.tensor([PADDING, *case.rows], dtype=torch.int32, device=case.x.device)
     x, pool = torch.cat([case.x[:1], case.x]), case.pool.clone()
-    out = operation(x, case.weight, case.bias, pool, rows)
+    gates = () if case.gates is None else (torch.cat([case.gates[:1], case.gates]),)
+    out = operation(x, case.weight, case.bias, pool, rows, *gates)
     assert not out[0].any()
-    expected = case.pool.clone()
+    expected, mine = case.pool.clone(), conv_inputs(case)
     for index, row in enumerate(case.rows):
-        inputs = torch.cat([case.pool[row], case.x[index : index + 1]])
-        assert_close(out[index + 1], exact_conv(inputs, case)[0], BOUND[out.dtype])
+        inputs = torch.cat([case.pool[row], mine[index : index + 1]])
+        assert_close(out[index + 1], exact_conv(inputs, case, index)[0], BOUND[out.dtype])
         expected[row] = inputs[1:]
     torch.testing.assert_close(pool, expected, rtol=0, atol=0, equal_nan=True)
 

@@ -98,7 +98,7 @@ def write_tiny_model(
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.normal_(1.0, 0.2, generator=generator)
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "feed_forward.expert_bias")):
                 buffer.normal_(0.0, 0.2, generator=generator)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     if family == "olmo_hybrid":

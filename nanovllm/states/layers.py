@@ -5,6 +5,7 @@ Owns the layer's part of the pool of states; which rows a step reads and writes 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -46,13 +47,15 @@ class PackedStep:
         return self._packed
 
 
-class _Convolution(WeightLayer):
-    """The weight [C, 1, K] of a causal convolution of each channel, this rank's channels of q, k and v."""
+class Convolution(WeightLayer):
+    """The weight [C, 1, K] of a causal convolution of each channel, this rank's channels of each part, and
+    perhaps a bias [C]."""
 
     weight: torch.Tensor
+    bias: torch.Tensor | None
     deterministic_needs_alignment = False  # its rows are no operand of a product
 
-    def __init__(self, parts: dict[str, int], kernel: int, tp: Group) -> None:
+    def __init__(self, parts: dict[str, int], kernel: int, tp: Group, bias: bool = False) -> None:
         """parts: the channels of each part of the files' tensor, by its name."""
         super().__init__()
         shards, offset = [], 0
@@ -61,6 +64,9 @@ class _Convolution(WeightLayer):
             shards.append(WeightShard("weight", module, (total, 1, kernel), 0, tp.rank * own, own, offset))
             offset += own
         self.declare((offset, 1, kernel), shards)
+        self.register_parameter("bias", None)
+        if bias:
+            self.declare((offset,), [replace(x, param="bias", shape=x.shape[:1]) for x in shards])
 
 
 class GatedDeltaNet(WeightLayer):
@@ -86,7 +92,7 @@ class GatedDeltaNet(WeightLayer):
         # Two products: files that quantise the first leave the gates' weights as they are.
         self.in_proj = MergedColumnParallelLinear(hidden, sizes, tp)
         self.gates_proj = MergedColumnParallelLinear(hidden, gates, tp)
-        self.conv1d = _Convolution({"conv_q": keys, "conv_k": keys, "conv_v": values}, spec.kernel, tp)
+        self.conv1d = Convolution({"conv_q": keys, "conv_k": keys, "conv_v": values}, spec.kernel, tp)
         self.norm = RMSNorm(spec.v_dim, config.rms_norm_eps)
         self.out_proj = RowParallelLinear(values, hidden, tp)
         for name in ("A_log", "dt_bias"):

@@ -1,5 +1,6 @@
-"""StateSpec: the sizes of a layer's states. How many rows the pool of states has, and how many sequences it
-lets run at once.
+"""StateSpec: the sizes of a layer's states, of Gated DeltaNet; `short_conv.py` has `ConvSpec`.
+
+How many rows the pool of states has, and how many sequences it lets run at once.
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ class StateSpec:
         """Channels of all values."""
         return self.v_heads * self.v_dim
 
+    def stored(self, dtype: torch.dtype) -> StateSpec:
+        """The same with states of this dtype."""
+        return replace(self, dtype=dtype)
+
     def params(self, hidden_size: int) -> int:
         """Elements of the matrices that a token is multiplied with."""
         return hidden_size * (2 * self.keys + 3 * self.values + 2 * self.v_heads)
@@ -99,7 +104,7 @@ def stored(config: Config, model: ModelConfig) -> ModelConfig:
     """The model with states of the dtype that `mamba_ssm_cache_dtype` asks for."""
     dtype = _DTYPES[config.mamba_ssm_cache_dtype]
     specs = [
-        spec if spec.state is None else replace(spec, state=replace(spec.state, dtype=dtype))
+        spec if spec.state is None else replace(spec, state=spec.state.stored(dtype))
         for spec in model.attention
     ]
     return replace(model, attention=tuple(specs))

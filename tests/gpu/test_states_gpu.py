@@ -166,19 +166,24 @@ def test_keys_that_repeat(b: float, dtype: torch.dtype) -> None:
     state_cases.check_prefill_of_many(state_cases.repeated(A3B, 256, b, dtype, GPU))
 
 
+@pytest.mark.parametrize(
+    ("channels", "k", "gated"), [(A3B.channels, 4, False), (2048, 3, True), (530, 3, True)]
+)
 @pytest.mark.parametrize("lengths", PROMPTS, ids=lambda lengths: f"{len(lengths)}x{lengths[0]}")
-def test_convolution(lengths: list[int]) -> None:
+def test_convolution(lengths: list[int], channels: int, k: int, gated: bool) -> None:
     positions = [index % 3 * (index + 1) for index in range(len(lengths))]
-    case = state_cases.make_conv_case(A3B.channels, 4, lengths, positions, BF16, GPU)
+    case = state_cases.make_conv_case(channels, k, lengths, positions, BF16, GPU, bias=gated, gated=gated)
     saves = [(0, positions[0] + at) for at in {0, 1, lengths[0]}]
     state_cases.check_conv(causal_conv_triton, case, sorted(saves))
 
 
+@pytest.mark.parametrize(
+    ("channels", "k", "gated"), [(A3B.channels, 4, False), (2048, 3, True), (530, 3, True)]
+)
 @pytest.mark.parametrize("rows", [1, 3, 97, 256])
-def test_convolution_of_one_token(rows: int) -> None:
-    case = state_cases.make_conv_case(
-        A3B.channels, 4, [1] * rows, [1 + row for row in range(rows)], BF16, GPU
-    )
+def test_convolution_of_one_token(rows: int, channels: int, k: int, gated: bool) -> None:
+    lengths = [1] * rows, [1 + row for row in range(rows)]
+    case = state_cases.make_conv_case(channels, k, *lengths, BF16, GPU, bias=gated, gated=gated)
     state_cases.check_conv_step(causal_conv_step_triton, case)
 
 

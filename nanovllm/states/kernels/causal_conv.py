@@ -1,17 +1,20 @@
-"""The short causal convolution of each channel, with SiLU: over packed sequences, and one token of each.
+"""The short causal convolution of each channel: over packed sequences, and one token of each.
 
-A row of the pool keeps the last K - 1 inputs of a sequence, oldest first, taken before the convolution.
-Owns no memory.
+SiLU follows it; or gates [T, 2 C] multiply its inputs and its results, and nothing follows. A row of the pool
+keeps the last K - 1 inputs of a sequence, oldest first, as the convolution takes them. Owns no memory.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from nanovllm.batch import PADDING
-from nanovllm.kernels.compat import await_inputs, by_device, jit, next_power_of_2, pdl_options, tl, wide
-from nanovllm.states.kernels.packed import Packed, Saves, places
+from nanovllm.kernels.compat import await_inputs, by_device, jit, next_power_of_2, pdl_options, tl
+from nanovllm.states.kernels.causal_conv_reference import (
+    causal_conv_reference,
+    causal_conv_step_reference,
+    check_conv,
+)
+from nanovllm.states.kernels.packed import Packed, Saves
 
 _CHANNELS, _TOKENS = 128, 16  # of a program for a chunk, and of its turns; not measured
 _STEP_CHANNELS = 512  # of a program for one token; not measured
@@ -22,11 +25,18 @@ def silu(x: tl.tensor) -> tl.tensor:
     return x / (1.0 + tl.exp(-x))
 
 
+@jit()
+def rounded_product(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+    """In x's dtype, as torch multiplies."""
+    return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype)
+
+
 @jit("starts_ptr", "positions_ptr", "sources_ptr")
 def _conv_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    gates_ptr: tl.tensor,
     out_ptr: tl.tensor,
     pool_ptr: tl.tensor,
     starts_ptr: tl.tensor,
@@ -36,6 +46,7 @@ def _conv_kernel(
     tokens_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     x_stride: int,
+    gates_stride: int,
     pool_stride: int,
     C: tl.constexpr,
     K: tl.constexpr,
@@ -70,18 +81,29 @@ def _conv_kernel(
                 is_new = (local >= 0)[:, None]
                 weight = tl.load(weight_ptr + channels * K + tap, mask=inside, other=0.0).to(tl.float32)
                 new_ptrs = x_ptrs + (start + local).to(tl.int64)[:, None] * x_stride
-                value = tl.load(new_ptrs, mask=live & is_new, other=0.0).to(tl.float32)
+                new = tl.load(new_ptrs, mask=live & is_new, other=0.0)
+                if gates_ptr is not None:
+                    before = gates_ptr + (start + local).to(tl.int64)[:, None] * gates_stride
+                    gate = tl.load(before + channels[None, :], mask=live & is_new, other=0.0)
+                    new = rounded_product(new, gate)
+                value = new.to(tl.float32)
                 if token + first < start + K - 1:
                     old_ptrs = source_ptrs + (local + K - 1)[:, None] * C
                     value += tl.load(old_ptrs, mask=live_old & ~is_new, other=0.0).to(tl.float32)
                 total += weight[None, :] * value
             out_ptrs = out_ptr + (token + i).to(tl.int64)[:, None] * C + channels[None, :]
-            tl.store(out_ptrs, silu(total).to(out_ptr.dtype.element_ty), mask=live)
+            if gates_ptr is None:
+                tl.store(out_ptrs, silu(total).to(out_ptr.dtype.element_ty), mask=live)
+            else:
+                after = gates_ptr + (token + i).to(tl.int64)[:, None] * gates_stride + C
+                gate = tl.load(after + channels[None, :], mask=live, other=0.0)
+                tl.store(out_ptrs, rounded_product(total.to(out_ptr.dtype.element_ty), gate), mask=live)
 
 
 @jit("starts_ptr", "positions_ptr", "rows_ptr", "sources_ptr")
 def _keep_kernel(
     x_ptr: tl.tensor,
+    gates_ptr: tl.tensor,
     pool_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     positions_ptr: tl.tensor,
@@ -91,6 +113,7 @@ def _keep_kernel(
     save_positions_ptr: tl.tensor,
     save_rows_ptr: tl.tensor,
     x_stride: int,
+    gates_stride: int,
     pool_stride: int,
     C: tl.constexpr,
     K: tl.constexpr,
@@ -131,7 +154,11 @@ def _keep_kernel(
                 local = before - (K - 1) + place
                 is_new = (local >= 0)[:, None]
                 new_ptrs = x_ptr + (start + local).to(tl.int64)[:, None] * x_stride + channels[None, :]
-                new = tl.load(new_ptrs, mask=is_place & inside[None, :] & is_new, other=0.0)
+                is_input = is_place & inside[None, :] & is_new
+                new = tl.load(new_ptrs, mask=is_input, other=0.0)
+                if gates_ptr is not None:
+                    gates = gates_ptr + (start + local).to(tl.int64)[:, None] * gates_stride
+                    new = rounded_product(new, tl.load(gates + channels[None, :], mask=is_input, other=0.0))
                 old_ptrs = pool_ptr + source * pool_stride + (local + K - 1)[:, None] * C + channels[None, :]
                 old = tl.load(old_ptrs, mask=is_place & inside_old[None, :] & ~is_new, other=0.0)
                 tl.debug_barrier()  # this may be the row that is read
@@ -145,10 +172,12 @@ def _conv_step_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    gates_ptr: tl.tensor,
     out_ptr: tl.tensor,
     pool_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     x_stride: int,
+    gates_stride: int,
     pool_stride: int,
     C: tl.constexpr,
     K: tl.constexpr,
@@ -166,6 +195,10 @@ def _conv_step_kernel(
         total += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
     await_inputs(USE_PDL)
     x = tl.load(x_ptr + index * x_stride + channels, mask=kept, other=0.0)
+    gate_ptrs = gates_ptr
+    if gates_ptr is not None:
+        gate_ptrs = gates_ptr + index * gates_stride + channels
+        x = rounded_product(x, tl.load(gate_ptrs, mask=kept, other=0.0))
     pool_ptrs = pool_ptr + row * pool_stride + channels
     for tap in tl.static_range(K):
         weight = tl.load(weight_ptr + channels * K + tap, mask=inside, other=0.0).to(tl.float32)
@@ -175,21 +208,12 @@ def _conv_step_kernel(
         if tap > 0:  # each thread has read this place before
             tl.store(pool_ptrs + (tap - 1) * C, value, mask=kept)
         total += weight * value.to(tl.float32)
-    out = tl.where(row >= 0, silu(total), 0.0)
-    tl.store(out_ptr + index * C + channels, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def check_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor) -> None:
-    """ValueError for sizes that do not fit each other."""
-    channels, k = weight.shape
-    if k < 2 or x.shape[1:] != weight.shape[:1] or pool.shape[1:] != (k - 1, channels):
-        raise ValueError(
-            f"x is [T, C], weight [C, K] with K from 2 on and pool [rows, K - 1, C], but they have "
-            f"{[*x.shape]}, {[*weight.shape]} and {[*pool.shape]}"
-        )
-    if bias is not None and bias.shape != (channels,):
-        raise ValueError(f"bias is [{channels}], but it has {[*bias.shape]}")
-    assert x.stride(1) == 1 and weight.is_contiguous() and pool.stride()[1:] == (channels, 1)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if gates_ptr is None:
+        out = silu(total).to(dtype)
+    else:
+        out = rounded_product(total.to(dtype), tl.load(gate_ptrs + C, mask=kept, other=0.0))
+    tl.store(out_ptr + index * C + channels, tl.where(row >= 0, out, 0.0), mask=inside)
 
 
 def causal_conv_triton(
@@ -199,17 +223,22 @@ def causal_conv_triton(
     pool: torch.Tensor,
     packed: Packed,
     saves: Saves | None = None,
+    gates: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return y [T, C], y[t] = silu(bias + sum over i of weight[:, i] * x[t - (K - 1) + i]), in x's dtype.
+
+    With gates y[t] = c[t] * (bias + sum over i of weight[:, i] * (b * x)[t - (K - 1) + i]): each product with
+    a gate is rounded to x's dtype, and so is the sum; b * x are the inputs that are kept.
 
     Before a sequence's first token are the inputs that its source row keeps, or zeros at position 0; its last
     K - 1 inputs go to its row, and those before the positions of `saves` to theirs. Rows past the last
     sequence are not computed. All is in float32, rounded once.
 
     x: [T, C] with contiguous rows. weight: [C, K], the last column for the present token. bias: [C] or None.
-    pool: [rows, K - 1, C], each row contiguous. ValueError for other shapes.
+    pool: [rows, K - 1, C], each row contiguous. gates: [T, 2 C] in x's dtype, b and then c of each channel,
+    with contiguous rows. ValueError for other shapes.
     """
-    check_conv(x, weight, bias, pool)
+    check_conv(x, weight, bias, pool, gates)
     channels, k = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     chunks = len(packed.chunk_counts)
@@ -220,6 +249,7 @@ def causal_conv_triton(
             x,
             weight,
             bias,
+            gates,
             out,
             pool,
             packed.starts,
@@ -229,6 +259,7 @@ def causal_conv_triton(
             packed.chunk_tokens,
             packed.chunk_counts,
             x.stride(0),
+            0 if gates is None else gates.stride(0),
             pool.stride(0),
             C=channels,
             K=k,
@@ -239,10 +270,12 @@ def causal_conv_triton(
         )
         _keep_kernel[(parts, len(packed.rows))](
             x,
+            gates,
             pool,
             *packed[:4],
             *(saves or (None, None, None)),
             x.stride(0),
+            0 if gates is None else gates.stride(0),
             pool.stride(0),
             C=channels,
             K=k,
@@ -255,14 +288,19 @@ def causal_conv_triton(
 
 
 def causal_conv_step_triton(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor, rows: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pool: torch.Tensor,
+    rows: torch.Tensor,
+    gates: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of each sequence: as `causal_conv`, and its row of the pool moves on by one input.
 
     x: [S, C]. rows: [S] int32 or int64, each row of the pool at most once; PADDING changes nothing, and its
     result is 0. `rows` must be an input of the step, not the result of a kernel.
     """
-    check_conv(x, weight, bias, pool)
+    check_conv(x, weight, bias, pool, gates)
     sequences, channels = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if sequences:
@@ -271,10 +309,12 @@ def causal_conv_step_triton(
             x,
             weight,
             bias,
+            gates,
             out,
             pool,
             rows,
             x.stride(0),
+            0 if gates is None else gates.stride(0),
             pool.stride(0),
             C=channels,
             K=weight.shape[1],
@@ -282,53 +322,6 @@ def causal_conv_step_triton(
             num_warps=4,
             **pdl_options(x),
         )
-    return out
-
-
-def _convolved(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """inputs: [n, K - 1 + L, C] to [n, L, C]; wide in and out. Taps are added in their order."""
-    k = weight.shape[1]
-    length = inputs.shape[1] - (k - 1)
-    total = inputs.new_zeros(()) if bias is None else bias.to(inputs.dtype)
-    for tap in range(k):
-        total = total + weight[:, tap].to(inputs.dtype) * inputs[:, tap : tap + length]
-    return F.silu(total)
-
-
-def causal_conv_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    pool: torch.Tensor,
-    packed: Packed,
-    saves: Saves | None = None,
-) -> torch.Tensor:
-    """`causal_conv` in plain torch; float64 stays float64."""
-    check_conv(x, weight, bias, pool)
-    out, before = torch.zeros_like(x), weight.shape[1] - 1
-    for each in places(packed, saves):
-        old = x.new_zeros(before, x.shape[1])
-        if each.source != PADDING:
-            old = pool[each.source].to(x.dtype)
-        inputs = torch.cat([old, x[each.start : each.end]])
-        out[each.start : each.end] = _convolved(wide(inputs)[None], weight, bias)[0].to(x.dtype)
-        ends = [*each.saves, (each.end - each.start, each.row)]
-        for at, row in ends:
-            if row != PADDING:
-                pool[row] = inputs[at : at + before].to(pool.dtype)
-    return out
-
-
-def causal_conv_step_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor, rows: torch.Tensor
-) -> torch.Tensor:
-    """`causal_conv_step` in plain torch; float64 stays float64."""
-    check_conv(x, weight, bias, pool)
-    out, live = torch.zeros_like(x), (rows != PADDING).nonzero()[:, 0]
-    mine = rows[live].long()
-    inputs = torch.cat([pool[mine].to(x.dtype), x[live, None]], dim=1)
-    out[live] = _convolved(wide(inputs), weight, bias)[:, 0].to(x.dtype)
-    pool[mine] = inputs[:, 1:].to(pool.dtype)
     return out
 
 

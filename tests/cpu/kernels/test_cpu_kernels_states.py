@@ -121,12 +121,19 @@ def test_gates_far_from_0() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("channels", "k", "bias"), [(24, 4, False), (136, 3, True), (16, 2, False)])
-def test_convolution(channels: int, k: int, bias: bool, dtype: torch.dtype) -> None:
-    case = state_cases.make_conv_case(channels, k, *LONG, dtype=dtype, bias=bias)
+@pytest.mark.parametrize(
+    ("channels", "k", "bias", "gated"),
+    [
+        *((24, 4, False, False), (136, 3, True, False), (16, 2, False, False)),
+        *((24, 3, False, True), (80, 3, True, True), (144, 2, False, True), (208, 3, True, False)),
+    ],
+)
+def test_convolution(channels: int, k: int, bias: bool, gated: bool, dtype: torch.dtype) -> None:
+    case = state_cases.make_conv_case(channels, k, *LONG, dtype=dtype, bias=bias, gated=gated)
     saves = [(2, 101), (3, 0), (3, 1), (4, 64), (6, 64), (6, 66), (6, 194), (7, 127)]
     state_cases.check_conv(causal_conv, case, saves)
-    step = state_cases.make_conv_case(channels, k, [1] * 5, [1, 2, 9, 70, 5], dtype=dtype, bias=bias)
+    lengths = [1] * 5, [1, 2, 9, 70, 5]
+    step = state_cases.make_conv_case(channels, k, *lengths, dtype=dtype, bias=bias, gated=gated)
     state_cases.check_conv_step(causal_conv_step, step)
 
 
@@ -142,6 +149,19 @@ def test_a_convolution_in_pieces() -> None:
             at += size
         assert torch.equal(torch.cat(found), expected)
         assert torch.equal(pool[case.rows[0]], case.x[-3:])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_a_step_of_a_gated_convolution_has_the_bits_of_a_prompt(dtype: torch.dtype) -> None:
+    case = state_cases.make_conv_case(80, 3, [9], [5], dtype=dtype, bias=True, gated=True)
+    assert case.gates is not None
+    pools = case.pool.clone(), case.pool.clone()
+    packed, rows = packed_of([9], [5], case.rows), torch.tensor(case.rows)
+    whole = causal_conv(case.x, case.weight, case.bias, pools[0], packed, None, case.gates)
+    for at in range(9):
+        one = case.x[at : at + 1], case.weight, case.bias, pools[1], rows, case.gates[at : at + 1]
+        assert torch.equal(causal_conv_step(*one), whole[at : at + 1])
+    assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
 
 
 # ---- gates ----

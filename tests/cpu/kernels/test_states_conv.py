@@ -11,13 +11,16 @@ import torch.nn.functional as F
 from state_cases import packed_of
 from tensors import BF16, F16, F32, randn
 from test_states import MIXED, both
+from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next as oracle
 
 from nanovllm.states.kernels.causal_conv import (
-    causal_conv_reference,
-    causal_conv_step_reference,
     causal_conv_step_triton,
     causal_conv_triton,
+)
+from nanovllm.states.kernels.causal_conv_reference import (
+    causal_conv_reference,
+    causal_conv_step_reference,
 )
 from nanovllm.states.kernels.gated_norm import gated_norm_reference, gated_norm_triton
 
@@ -26,11 +29,19 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     rows = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"pool \[rows, K - 1, C\]"):
         causal_conv_step_reference(randn(1, 8), randn(8, 4), None, torch.zeros(2, 4, 8), rows)
+    for gates in (randn(1, 8), randn(1, 16, dtype=BF16), randn(2, 16)):
+        with pytest.raises(ValueError, match=r"gates are \[1, 16\] in torch.float32"):
+            causal_conv_step_reference(randn(1, 8), randn(8, 4), None, torch.zeros(2, 3, 8), rows, gates)
     with pytest.raises(ValueError, match="use one"):
         gated_norm_reference(randn(1, 2, 8), randn(1, 2, 8), randn(8, dtype=BF16), 1e-6)
 
 
 # ---- the convolution ----
+
+KINDS = [  # channels, taps, whether there is a bias, and whether there are gates
+    *((24, 4, False, False), (136, 3, True, False), (16, 2, False, False)),
+    *((24, 3, False, True), (136, 3, True, True), (530, 2, False, True)),
+]
 
 
 def conv(triton: bool) -> Any:
@@ -39,10 +50,12 @@ def conv(triton: bool) -> Any:
 
 @both
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize(("channels", "k", "bias"), [(24, 4, False), (136, 3, True), (16, 2, False)])
-def test_convolution(channels: int, k: int, bias: bool, dtype: torch.dtype, triton: bool) -> None:
+@pytest.mark.parametrize(("channels", "k", "bias", "gated"), KINDS)
+def test_convolution(
+    channels: int, k: int, bias: bool, gated: bool, dtype: torch.dtype, triton: bool
+) -> None:
     """Sequences shorter than the window, with and without a past shorter than it."""
-    case = state_cases.make_conv_case(channels, k, *MIXED, dtype=dtype, bias=bias)
+    case = state_cases.make_conv_case(channels, k, *MIXED, dtype=dtype, bias=bias, gated=gated)
     saves = [(2, 101), (3, 0), (3, 1), (4, 64), (6, 64), (6, 66), (6, 194), (7, 127)]
     state_cases.check_conv(conv(triton), case, saves)
 
@@ -63,11 +76,12 @@ def test_a_convolution_in_pieces(triton: bool) -> None:
 
 @both
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize(("channels", "k", "bias"), [(24, 4, False), (530, 3, True), (16, 2, False)])
+@pytest.mark.parametrize(("channels", "k", "bias", "gated"), [*KINDS, (530, 3, True, False)])
 def test_convolution_of_one_token(
-    channels: int, k: int, bias: bool, dtype: torch.dtype, triton: bool
+    channels: int, k: int, bias: bool, gated: bool, dtype: torch.dtype, triton: bool
 ) -> None:
-    case = state_cases.make_conv_case(channels, k, [1] * 5, [1, 2, 9, 70, 5], dtype=dtype, bias=bias)
+    lengths = [1] * 5, [1, 2, 9, 70, 5]
+    case = state_cases.make_conv_case(channels, k, *lengths, dtype=dtype, bias=bias, gated=gated)
     state_cases.check_conv_step(causal_conv_step_triton if triton else causal_conv_step_reference, case)
 
 
@@ -95,6 +109,27 @@ def test_the_convolution_is_that_of_transformers() -> None:
     out = causal_conv_step_reference(new[:, :, 0], weight, None, pool, torch.tensor([0]))
     torch.testing.assert_close(out, expected[:, :, 0])
     assert torch.equal(pool[0], state[0, :, 1:].T)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_the_gated_convolution_is_that_of_transformers(dtype: torch.dtype) -> None:
+    """The same bits in float32 would need the same order of sums; roundings are the same."""
+    gates, x, weight = randn(9, 48, dtype=dtype), randn(9, 24, dtype=dtype, seed=1), randn(24, 3, seed=2)
+    weight, bias = weight.to(dtype), randn(24, dtype=dtype, seed=3)
+    b, c = gates.T[None].chunk(2, dim=1)
+    inputs = b * x.T[None]
+    expected = (c * modeling_lfm2.causal_conv1d_fn(inputs, weight, bias))[0].T
+    pool = torch.zeros(1, 2, 24, dtype=dtype)
+    out = causal_conv_reference(x, weight, bias, pool, packed_of([9], [0], [0]), gates=gates)
+    bounds = {"rtol": 1e-5, "atol": 1e-5} if dtype == F32 else {"rtol": 2**-6, "atol": 2**-6}
+    torch.testing.assert_close(out, expected, **bounds)
+    assert torch.equal(pool[0], inputs[0, :, -2:].T)
+    state, new = inputs[:, :, -2:].clone(), randn(1, 24, 1, dtype=dtype, seed=4)
+    expected = c[:, :, :1] * modeling_lfm2.causal_conv1d_update(b[:, :, :1] * new, state, weight, bias)
+    first = gates[:1]
+    out = causal_conv_step_reference(new[:, :, 0], weight, bias, pool, torch.tensor([0]), first)
+    torch.testing.assert_close(out, expected[:, :, 0], **bounds)
+    assert torch.equal(pool[0], state[0].T)
 
 
 # ---- the gated norm ----
