@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from tensors import F32, randn
 
 from nanovllm.batch import PADDING
+from nanovllm.kernels.compat import INTERPRET
+from nanovllm.states.kernels.causal_conv import causal_conv_step_triton, causal_conv_triton
 from nanovllm.states.kernels.delta_heads import DeltaHeads, Gates
 from nanovllm.states.kernels.delta_prefill import delta_prefill_triton
 from nanovllm.states.kernels.delta_prefill_reference import delta_prefill_reference
@@ -298,6 +300,12 @@ def conv_inputs(case: ConvCase) -> torch.Tensor:
     return case.x if case.gates is None else case.gates[:, : case.x.shape[1]] * case.x
 
 
+def kept_bound(operation: Any, case: ConvCase) -> float:
+    """What is kept is equal, but where Triton's interpreter truncates a product to bfloat16."""
+    is_truncated = INTERPRET and operation in (causal_conv_triton, causal_conv_step_triton)
+    return 2**-7 if is_truncated and case.gates is not None and case.x.dtype == torch.bfloat16 else 0.0
+
+
 def exact_conv(inputs: torch.Tensor, case: ConvCase, at: int) -> torch.Tensor:
     """[K - 1 + L, C] to [L, C], the results of rows from `at` on, with torch's convolution, in float64."""
     bias = None if case.bias is None else case.bias.double()
@@ -332,7 +340,7 @@ def check_conv(operation: Any, case: ConvCase, saves: Sequence[tuple[int, int]] 
             if sequence == index:
                 before[target] = inputs[place - position : place - position + k - 1]
         at += length
-    torch.testing.assert_close(pool, before, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(pool, before, rtol=kept_bound(operation, case), atol=0, equal_nan=True)
 
 
 def check_conv_step(operation: Any, case: ConvCase) -> None:
@@ -346,7 +354,7 @@ def check_conv_step(operation: Any, case: ConvCase) -> None:
         inputs = torch.cat([case.pool[row], mine[index : index + 1]])
         assert_close(out[index + 1], exact_conv(inputs, case, index)[0], BOUND[out.dtype])
         expected[row] = inputs[1:]
-    torch.testing.assert_close(pool, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(pool, expected, rtol=kept_bound(operation, case), atol=0, equal_nan=True)
 
 
 # ---- the gated norm ----
