@@ -228,7 +228,7 @@ def _adjusted(hf: HFConfig, width: int) -> int:
     if hf.get("block_ffn_dim_multiplier") is not None:
         multiple = hf.integer("block_multiple_of")
         width = -(-int(number(hf, "block_ffn_dim_multiplier") * width) // multiple) * multiple
-    if width < 1 or 2 * width * hf.integer("hidden_size") > MAX_ELEMENTS:
+    if not 0 < width < 2**31 or 2 * width * hf.integer("hidden_size") > MAX_ELEMENTS:
         raise ValueError(
             f"config.json: intermediate_size {hf.get('intermediate_size')!r} with block_multiple_of "
             f"{hf.get('block_multiple_of')!r} and block_ffn_dim_multiplier "
