@@ -220,7 +220,7 @@ MORE_FAMILIES: dict[str, tuple[Any, type, dict[str, Any]]] = {
         {
             **{"num_hidden_layers": 4, "layer_types": ["conv", _FULL, "conv", "conv"], "hidden_size": 48},
             **{"intermediate_size": 71, "block_multiple_of": 24, "block_ffn_dim_multiplier": 1.3},
-            **{"conv_bias": True, "pad_token_id": None},
+            **{"conv_bias": True, "pad_token_id": None, "head_dim": 16},
         },
     ),
     "lfm2_moe": (
@@ -229,7 +229,7 @@ MORE_FAMILIES: dict[str, tuple[Any, type, dict[str, Any]]] = {
         {
             **{"num_hidden_layers": 4, "layer_types": ["conv", _FULL, "conv", _FULL], "num_dense_layers": 1},
             **{"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
-            **{"routed_scaling_factor": 1.5, "pad_token_id": None},
+            **{"routed_scaling_factor": 1.5, "pad_token_id": None, "head_dim": 16},
         },
     ),
     "phi3": (

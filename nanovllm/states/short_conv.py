@@ -19,7 +19,7 @@ from nanovllm.states.kernels.causal_conv import causal_conv, causal_conv_step
 from nanovllm.states.layers import Convolution, PackedStep
 from nanovllm.states.spec import num_rows
 
-PARTS = ("in_proj_b", "in_proj_c", "in_proj_x")  # of the first product, in the order of files
+PARTS = ("in_proj_before", "in_proj_after", "in_proj_inputs")  # of the first product, as files order them
 
 
 @dataclass(frozen=True)

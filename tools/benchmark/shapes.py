@@ -102,6 +102,8 @@ MORE = {  # layers, hidden size, intermediate size, query heads, ties embeddings
     "gemma4-12b": (48, 3840, 15360, 16, True),
     "gemma4-26b-a4b": (30, 2816, 2112, 16, True),
     "laguna-xs": (40, 2048, 8192, 48, False),
+    "lfm2-1.2b": (16, 2048, 12288, 32, True),
+    "lfm2-8b-a1b": (24, 2048, 7168, 32, True),
     "ministral3-8b": (34, 4096, 14336, 32, False),
     "muse-glimmer-30b": (52, 6656, 19968, 32, False),
     "olmo-hybrid-7b": (32, 3840, 11008, 30, False),
@@ -123,6 +125,14 @@ _GEMMA4: dict[str, Any] = {
     },
     "eos_token_id": 1,
     "bos_token_id": 2,
+}
+_LFM2: dict[str, Any] = {
+    "vocab_size": 65536,
+    "head_dim": 64,
+    "norm_eps": 1e-5,
+    "max_position_embeddings": 128000,
+    "eos_token_id": 7,
+    "bos_token_id": 1,
 }
 MORE_CONFIG: dict[str, dict[str, Any]] = {  # what differs from a Qwen3 of this shape
     "gemma4-12b": {
@@ -166,6 +176,22 @@ MORE_CONFIG: dict[str, dict[str, Any]] = {  # what differs from a Qwen3 of this 
         },
         "eos_token_id": 2,
         "bos_token_id": 2,
+    },
+    "lfm2-1.2b": {
+        **_LFM2,
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    },
+    "lfm2-8b-a1b": {
+        **_LFM2,
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "model_type": "lfm2_moe",
+        "full_attn_idxs": [2, 6, 10, 14, 18, 21],
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1792,
     },
     "ministral3-8b": {
         "architectures": ["Ministral3ForCausalLM"],

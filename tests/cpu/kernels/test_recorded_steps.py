@@ -153,7 +153,10 @@ def test_a_step_that_cannot_be_recorded_has_run_nothing() -> None:
 
 
 @pytest.mark.skipif(CHECKED, reason="nothing is recorded while addresses are checked")
-@pytest.mark.parametrize(("family", "records"), [("qwen3_5", True), ("qwen3_next", False)])
+@pytest.mark.parametrize(
+    ("family", "records"),
+    [("qwen3_5", True), ("qwen3_next", False), ("lfm2", True), ("lfm2_moe", False)],
+)
 def test_models_with_states(tmp_path: Path, family: str, records: bool) -> None:
     """Steps of experts call torch, behind layers whose states have moved."""
     folder = write_tiny_model(tmp_path, family)

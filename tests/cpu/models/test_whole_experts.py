@@ -63,7 +63,7 @@ def test_placement() -> None:
 # -- families -----------------------------------------------------------------------------------------------
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss", "glm4_moe", "minimax_m2", "laguna", "mellum")
-FAMILIES += ("gemma4-experts", "qwen3_next", "qwen3_5_moe")
+FAMILIES += ("gemma4-experts", "qwen3_next", "qwen3_5_moe", "lfm2_moe")
 # Heads that 4 ranks can split.
 HEADS: dict[str, dict[str, Any]] = {"laguna": {"num_attention_heads_per_layer": [4, 8, 8]}}
 _STATES = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}

@@ -22,7 +22,7 @@ from tools import write_gguf as write_gguf_module
 from tools.write_fp8 import SCALES, write_fp8
 from tools.write_gguf import ARCHITECTURES, settings, write_gguf
 
-HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe")
 
 ALL = FAMILIES | {family: each[:2] for family, each in MORE_FAMILIES.items() if "-window" not in family}
 
@@ -46,7 +46,7 @@ def dequantised(folder: Path, target: Path, plain: Path) -> Path:
 def test_fp8_files_are_read_again(tmp_path: Path, family: str) -> None:
     plain = write_tiny_model(tmp_path / "plain", family)
     original = forward(load(plain), PROMPT)
-    # `test_hybrids.py` has blocks of a hybrid, whose parts must be whole blocks.
+    # `test_hybrids.py` and `test_lfm2.py` have blocks of a hybrid, whose parts must be whole blocks.
     for scales in SCALES if family not in HYBRIDS else ("channel", "tensor"):
         folder = write_fp8(plain, tmp_path / scales, scales)
         tensors = load_file(folder / "model.safetensors")
@@ -54,7 +54,7 @@ def test_fp8_files_are_read_again(tmp_path: Path, family: str) -> None:
         assert len(codes) == sum("_scale" in name for name in tensors) >= 5
         floats = {name for name, each in tensors.items() if each.dim() > 1 and each.dtype == torch.float32}
         others = ("embed_tokens", "lm_head", ".gate.", "shared_expert_gate", "_scale", "conv1d", "in_proj_")
-        others = (*others, "model.vision_")
+        others = (*others, "model.vision_", ".conv.conv.")
         assert all(any(other in name for other in others) for name in floats), floats
         found, expected = (
             forward(load(each, on_cpu=True), PROMPT)

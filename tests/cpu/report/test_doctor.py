@@ -58,7 +58,11 @@ def test_a_model_that_can_run(level: str, backend: str, doctor: Doctor) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma4-experts", "gemma4-unified", "ministral3", "olmo_hybrid", "laguna", "muse_glimmer"]
+    "family",
+    [
+        *("gemma4-experts", "gemma4-unified", "ministral3", "olmo_hybrid", "laguna", "muse_glimmer"),
+        *("lfm2", "lfm2_moe"),
+    ],
 )
 def test_families(tmp_path: Path, family: str, doctor: Doctor) -> None:
     """Their files are compared with their config.json, tensors that are not needed too."""

@@ -14,6 +14,8 @@ PUBLISHED = {  # 10^9 parameters of the decoder, and of these those that a token
     "gemma4-12b": (11.9, 11.9),
     "gemma4-26b-a4b": (25.2, 3.8),
     "laguna-xs": (33.4, 2.8),
+    "lfm2-1.2b": (1.17, 1.17),
+    "lfm2-8b-a1b": (8.34, 1.56),
     "ministral3-8b": (8.5, 7.9),
     "muse-glimmer-30b": (27.9, 26.5),
     "olmo-hybrid-7b": (7.4, 7.0),
