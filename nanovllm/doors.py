@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -16,10 +17,7 @@ T = TypeVar("T")
 def find(place: str) -> Any:
     """The object at a place, imported."""
     module, _, attribute = place.partition(":")
-    found: Any = import_module(f"nanovllm.{module}")
-    for each in attribute.split("."):
-        found = getattr(found, each)
-    return found
+    return attrgetter(attribute)(import_module(f"nanovllm.{module}"))
 
 
 class Table(MutableMapping[str, T]):

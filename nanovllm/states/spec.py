@@ -137,7 +137,7 @@ def most_seqs(config: Config, model: ModelConfig, device: Device) -> int:
     if config.deterministic and config.max_num_batched_tokens < CHUNK:
         raise ValueError(
             f"max_num_batched_tokens={config.max_num_batched_tokens}: with deterministic=True a model with "
-            f"Gated DeltaNet layers computes prompts in steps of {CHUNK} tokens; raise it to {CHUNK} or more"
+            f"states computes prompts in steps of {CHUNK} tokens; raise it to {CHUNK} or more"
         )
     if config.deterministic and _DTYPES[config.mamba_ssm_cache_dtype] != torch.float32:
         raise ValueError(

@@ -160,8 +160,8 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) 
     [
         (
             {"deterministic": True, "max_num_batched_tokens": 63, "max_model_len": 60},
-            "max_num_batched_tokens=63: with deterministic=True a model with Gated DeltaNet layers computes "
-            "prompts in steps of 64 tokens",
+            "max_num_batched_tokens=63: with deterministic=True a model with states computes prompts in "
+            "steps of 64 tokens",
         ),
         ({"tensor_parallel_size": 4}, "linear_num_value_heads 6 cannot be split over 4 ranks"),
     ],
