@@ -24,15 +24,17 @@ from tools.write_fp8 import write_fp8
 from tools.write_int4 import write_int4
 from tools.write_nvfp4 import write_nvfp4
 
-# What writes a hybrid in each format of folders.
+# What writes a hybrid in each format of folders; one of Qwen3.5, or of the family that it is called after.
 HYBRIDS: dict[str, Callable[[Path, Path], object]] = {
     "fp8": lambda source, target: write_fp8(source, target, "channel"),
     "awq": lambda source, target: write_int4(source, target, "awq", group=32),
     "gptq": lambda source, target: write_int4(source, target, "gptq", group=32),
     "w4a16": lambda source, target: write_int4(source, target, "compressed-tensors", group=32),
     "nvfp4": lambda source, target: write_nvfp4(source, target, "modelopt"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), lambda source, target: write_fp8(source, target, "channel")),
 }
 _SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # whole groups
+_PREFIXES = ("linear_", "conv_", "block_", "full_attn_", "num_dense_", "use_expert_", "routed_")
 _OF_HYBRIDS = ("layer_types", "full_attention_interval", "rope_parameters", "quantization_config", "head_dim")
 KINDS = ("config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors")
 LIMIT = 60  # seconds for a folder to load or to be refused
@@ -81,7 +83,10 @@ def write_base(folder: Path, hybrid: str | None = None) -> Path:
         write_tiny_model(folder, vocab_size=512)
     else:
         source = write_tiny_model(
-            folder.with_name(f"{folder.name}-plain"), "qwen3_5", vocab_size=512, **_SIZES
+            folder.with_name(f"{folder.name}-plain"),
+            hybrid if hybrid.startswith("lfm2") else "qwen3_5",
+            vocab_size=512,
+            **_SIZES,
         )
         HYBRIDS[hybrid](source, folder)
         shutil.rmtree(source)
@@ -180,7 +185,7 @@ def mutate_hybrid(folder: Path, seed: int) -> str:
     """Change what config.json of a hybrid says of its states or of its quantisation."""
     path = folder / "config.json"
     content = json.loads(path.read_text())
-    names = [name for name in content if name.startswith("linear_") or name in _OF_HYBRIDS]
+    names = [name for name in content if name.startswith(_PREFIXES) or name in _OF_HYBRIDS]
     part = {name: content.pop(name) for name in names}
     what = changed(part, ["quantization_config"] * len(part), random.Random(seed))
     path.write_text(json.dumps(content | part))

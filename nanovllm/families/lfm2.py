@@ -5,7 +5,7 @@ All norms, projections and MLPs have names of their own in files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -165,6 +165,7 @@ class Lfm2MoEFamily(MoEFamily):
 
 
 _FIXED = {"hidden_act": "silu", "block_use_swiglu": True, "use_pos_enc": True}  # keys, and what is supported
+_MOST_LAYERS = 10_000  # that are listed
 _SIZES = ("block_dim", "conv_dim", "conv_dim_out")  # further names of hidden_size
 
 
@@ -178,9 +179,13 @@ def _own_kinds(raw: dict[str, Any]) -> Mapping[str, Any]:
         if not isinstance(numbers, list) or not all(type(each) is int for each in numbers):
             raise ValueError(f"config.json: full_attn_idxs must be a list of layers, not {numbers!r}")
         length = len(kinds) if isinstance(kinds, list) else count
-        if not isinstance(length, int):
-            raise ValueError("config.json: full_attn_idxs needs num_hidden_layers")
-        named = [FULL if layer in numbers else CONV for layer in range(length)]
+        if not isinstance(length, int) or length > _MOST_LAYERS:
+            raise ValueError(
+                f"config.json: with full_attn_idxs num_hidden_layers must be at most {_MOST_LAYERS}, not "
+                f"{length!r}"
+            )
+        full = frozenset(numbers)
+        named = [FULL if layer in full else CONV for layer in range(length)]
         if kinds is not None and kinds != named:
             raise ValueError(f"config.json: layer_types and full_attn_idxs {numbers} name different layers")
         kinds = named
@@ -191,6 +196,11 @@ def _own_kinds(raw: dict[str, Any]) -> Mapping[str, Any]:
     if FULL not in kinds:
         raise ValueError("config.json: layer_types names no full_attention layer, and one is needed")
     return {**raw, "layer_types": [FULL] * len(kinds), _KINDS: kinds}
+
+
+def _kinds(hf: HFConfig) -> Sequence[str]:
+    """As if all layers had attention."""
+    return layer_kinds(hf, lambda layer: False) if hf.get("layer_types") else (FULL,)
 
 
 def _with_states(hf: HFConfig, config: ModelConfig) -> ModelConfig:
@@ -261,7 +271,7 @@ LFM2 = Lfm2Family(
         "block_auto_adjust_ff_dim": True,
     },
     qk_norm="head",
-    kinds=lambda hf: layer_kinds(hf, lambda layer: False),
+    kinds=_kinds,
 )
 LFM2_MOE = Lfm2MoEFamily(
     defaults={
@@ -277,5 +287,5 @@ LFM2_MOE = Lfm2MoEFamily(
         "norm_topk_prob": True,
     },
     qk_norm="head",
-    kinds=lambda hf: layer_kinds(hf, lambda layer: False),
+    kinds=_kinds,
 )
