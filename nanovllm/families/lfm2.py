@@ -28,6 +28,7 @@ from nanovllm.states.short_conv import PARTS, ConvSpec, ShortConv
 CONV = "conv"
 _KINDS = "kinds_of_layers"  # of config.json, with those that have no attention
 _MLP = "feed_forward"
+_MOST_LAYERS = 10_000  # of which each is listed
 # Keys of config.json, and what other families call them; where a file has both, the first one counts.
 _KEYS = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
 # Names of modules in files and ours, by the module that holds them.
@@ -150,8 +151,11 @@ class Lfm2MoEFamily(MoEFamily):
         if hf.boolean("use_expert_bias") is not True:
             raise ValueError("config.json: use_expert_bias False is not supported; it must be True")
         dense = hf.get("num_dense_layers", 0)
-        if type(dense) is not int or dense < 0:
-            raise ValueError(f"config.json: num_dense_layers must be a number of layers, not {dense!r}")
+        if type(dense) is not int or not 0 <= dense <= _MOST_LAYERS:
+            raise ValueError(
+                f"config.json: num_dense_layers must be a number of layers up to {_MOST_LAYERS}, "
+                f"not {dense!r}"
+            )
         return SigmoidSpec(
             num_experts=hf.integer("num_experts"),
             top_k=hf.integer("num_experts_per_tok"),
@@ -165,7 +169,6 @@ class Lfm2MoEFamily(MoEFamily):
 
 
 _FIXED = {"hidden_act": "silu", "block_use_swiglu": True, "use_pos_enc": True}  # keys, and what is supported
-_MOST_LAYERS = 10_000  # that are listed
 _SIZES = ("block_dim", "conv_dim", "conv_dim_out")  # further names of hidden_size
 
 
