@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nanovllm.families.qwen3_moe import MoEFamily
-from nanovllm.formats.config_json.values import number
+from nanovllm.formats.config_json.values import first_layers, number
 from nanovllm.models.config import HFConfig, ModelConfig
 from nanovllm.moe.layers import ExpertNames, MoESpec
 from nanovllm.moe.sigmoid import SigmoidSpec
@@ -32,16 +32,14 @@ class Glm4MoeFamily(MoEFamily):
         )
 
     def read_moe(self, hf: HFConfig) -> MoESpec:
-        width, dense = hf.integer("moe_intermediate_size"), hf.get("first_k_dense_replace", 0)
-        if type(dense) is not int or dense < 0:
-            raise ValueError(f"config.json: first_k_dense_replace must be a number of layers, not {dense!r}")
+        width = hf.integer("moe_intermediate_size")
         return SigmoidSpec(
             num_experts=hf.integer("n_routed_experts"),
             top_k=hf.integer("num_experts_per_tok"),
             width=width,
             normalised=hf.boolean("norm_topk_prob"),
             shared_width=width * hf.integer("n_shared_experts") if hf.get("n_shared_experts") else None,
-            dense=frozenset(range(dense)),
+            dense=first_layers(hf, "first_k_dense_replace"),
             shared="shared_experts",
             shared_gate=False,
             factor=number(hf, "routed_scaling_factor"),

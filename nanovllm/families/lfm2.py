@@ -14,7 +14,7 @@ from torch import nn
 
 from nanovllm.families.qwen3_moe import MoEFamily
 from nanovllm.formats.config_json.reading import MAX_ELEMENTS
-from nanovllm.formats.config_json.values import layer_kinds, number
+from nanovllm.formats.config_json.values import first_layers, layer_kinds, number
 from nanovllm.formats.packed_parts import PartNames
 from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
@@ -28,7 +28,6 @@ from nanovllm.states.short_conv import PARTS, ConvSpec, ShortConv
 CONV = "conv"
 _KINDS = "kinds_of_layers"  # of config.json, with those that have no attention
 _MLP = "feed_forward"
-_MOST_LAYERS = 10_000  # of which each is listed
 # Keys of config.json, and what other families call them; where a file has both, the first one counts.
 _KEYS = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
 # Names of modules in files and ours, by the module that holds them.
@@ -150,18 +149,12 @@ class Lfm2MoEFamily(MoEFamily):
     def read_moe(self, hf: HFConfig) -> MoESpec:
         if hf.boolean("use_expert_bias") is not True:
             raise ValueError("config.json: use_expert_bias False is not supported; it must be True")
-        dense = hf.get("num_dense_layers", 0)
-        if type(dense) is not int or not 0 <= dense <= _MOST_LAYERS:
-            raise ValueError(
-                f"config.json: num_dense_layers must be a number of layers up to {_MOST_LAYERS}, "
-                f"not {dense!r}"
-            )
         return SigmoidSpec(
             num_experts=hf.integer("num_experts"),
             top_k=hf.integer("num_experts_per_tok"),
             width=hf.integer("moe_intermediate_size"),
             normalised=hf.boolean("norm_topk_prob"),
-            dense=frozenset(range(dense)),
+            dense=first_layers(hf, "num_dense_layers"),
             block=_MLP,
             projections=("w1", "w3", "w2"),
             factor=number(hf, "routed_scaling_factor"),
@@ -182,11 +175,8 @@ def _own_kinds(raw: dict[str, Any]) -> Mapping[str, Any]:
         if not isinstance(numbers, list) or not all(type(each) is int for each in numbers):
             raise ValueError(f"config.json: full_attn_idxs must be a list of layers, not {numbers!r}")
         length = len(kinds) if isinstance(kinds, list) else count
-        if not isinstance(length, int) or length > _MOST_LAYERS:
-            raise ValueError(
-                f"config.json: with full_attn_idxs num_hidden_layers must be at most {_MOST_LAYERS}, not "
-                f"{length!r}"
-            )
+        if not isinstance(length, int):
+            raise ValueError("config.json: full_attn_idxs needs num_hidden_layers")
         full = frozenset(numbers)
         named = [FULL if layer in full else CONV for layer in range(length)]
         if kinds is not None and kinds != named:

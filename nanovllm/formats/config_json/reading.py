@@ -13,6 +13,7 @@ from nanovllm.attention.rotary import AttentionSpec, RopeConfig
 from nanovllm.formats.config_json.spellings import NAMES, one_form
 from nanovllm.formats.config_json.values import (
     activation,
+    check_layers,
     dtype,
     dual_chunk,
     eos_token_ids,
@@ -55,6 +56,7 @@ def model_config(
 ) -> ModelConfig:
     """As `ModelFamily.model_config`."""
     raw = one_form(family.text_config(raw), family.text_config(overrides), family.defaults, family.ropes)
+    check_layers(raw)
     hf = HFConfig(family.own_names(raw), family.defaults)
     quant = quant_config(hf.get("quantization_config"), quantization)
     _refuse_unsupported(hf, family.reads)

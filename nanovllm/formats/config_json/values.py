@@ -10,6 +10,7 @@ from nanovllm.attention.rotary import LARGEST, ROPES, RopeConfig
 from nanovllm.kernels.activation import Activation
 from nanovllm.models.config import FULL, SLIDING, HFConfig
 
+MOST_LAYERS = 10_000  # each of which is listed
 _SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -29,6 +30,23 @@ def layer_kinds(hf: HFConfig, default: Callable[[int], bool]) -> list[str]:
             f"config.json: layer_types names {len(kinds)} layers, and num_hidden_layers is {count}"
         )
     return kinds
+
+
+def check_layers(raw: Mapping[str, Any]) -> None:
+    """ValueError for more layers than `MOST_LAYERS`."""
+    count = raw.get("num_hidden_layers")
+    if isinstance(count, int) and count > MOST_LAYERS:
+        raise ValueError(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, not {count}")
+
+
+def first_layers(hf: HFConfig, key: str) -> frozenset[int]:
+    """The indices of the first layers, of which `key` says how many; 0 without."""
+    count = hf.get(key, 0)
+    if type(count) is not int or not 0 <= count <= MOST_LAYERS:
+        raise ValueError(
+            f"config.json: {key} must be a number of layers, at most {MOST_LAYERS}, not {count!r}"
+        )
+    return frozenset(range(count))
 
 
 def number(hf: HFConfig, key: str, default: float = 1.0) -> float:

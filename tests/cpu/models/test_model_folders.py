@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from tiny_models import edit_json, write_tiny_model
 
 from nanovllm import LLM, KVCacheMemoryError, ModelLoadError, SamplingParams
+from nanovllm.formats.config_json.values import MOST_LAYERS
 from nanovllm.formats.json_files import MAX_DEPTH, MAX_JSON_BYTES, read_json
 from nanovllm.layers.stream import Group
 from nanovllm.models import registry, weights
@@ -64,7 +65,12 @@ def test_mutated_hybrids_load_or_are_refused_by_name(tmp_path: Path, hybrid: str
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize(
-    "sizes", [{"num_hidden_layers": 10**7}, {"num_hidden_layers": 10**9, "layer_types": None}]
+    "sizes",
+    [
+        {"num_hidden_layers": 10**7},
+        {"num_hidden_layers": 10**9, "layer_types": None},
+        {"num_hidden_layers": 5000, "layer_types": None, "intermediate_size": 10**7},
+    ],
 )
 def test_a_config_of_endless_layers_builds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], load_format: str
@@ -79,7 +85,10 @@ def test_a_config_of_endless_layers_builds_nothing(
     monkeypatch.setattr(weights, "DecoderForCausalLM", build)
     wrong = f"says num_hidden_layers={sizes['num_hidden_layers']}, and the weights have 2 layers"
     message = wrong if load_format == "auto" else "the model does not fit: its weights need"
-    with within(60), pytest.raises((ModelLoadError, KVCacheMemoryError), match=message):
+    if sizes["num_hidden_layers"] > MOST_LAYERS:
+        message = f"num_hidden_layers must be at most {MOST_LAYERS}, not {sizes['num_hidden_layers']}"
+    refused = ModelLoadError, KVCacheMemoryError, ValueError  # the last one by what config.json says alone
+    with within(60), pytest.raises(refused, match=message):
         make_tiny(folder, load_format=load_format)
 
 

@@ -313,6 +313,7 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported; supported: float32, bf"),
         ({"hidden_size": "32"}, "hidden_size must be a positive integer, not '32'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, not 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000, not 1000000000"),
         ({"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
         ({"dual_chunk_attention_config": 5}, "dual_chunk_attention_config must be an object, not 5"),
         (

@@ -78,6 +78,7 @@ def test_the_router_of_a_model_in_bfloat16_is_float32(tmp_path: Path, family: st
         ("glm4_moe", {"n_group": 5}, "n_group 5 and topk_group 2 do not fit 12 experts"),
         ("glm4_moe", {"topk_group": 4}, "n_group 3 and topk_group 4 do not fit 12 experts"),
         ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace must be a number of layers"),
+        ("glm4_moe", {"first_k_dense_replace": 2**31}, "number of layers, at most 10000, not 2147483648"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm False is not supported"),
         (
