@@ -10,9 +10,10 @@ import argparse
 import difflib
 import importlib
 import json
-import multiprocessing
+import multiprocessing.util
 import os
 import re
+import shutil
 import sys
 import textwrap
 import traceback
@@ -115,6 +116,8 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+    with suppress(OSError):  # the folder of its sockets, which Python's own exit removes
+        shutil.rmtree(multiprocessing.util.get_temp_dir())
     os._exit(code)
 
 

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from os import scandir
 from time import monotonic, sleep
@@ -170,6 +171,7 @@ def start_process(process: multiprocessing.process.BaseProcess) -> None:
     `spawn` takes the script from sys.modules["__main__"], which is empty here. So scripts need no __main__
     guard. A terminal sends Ctrl-C to every process; rank 0 handles it.
     """
+    resource_tracker.ensure_running()  # its start unblocks SIGINT
     main = sys.modules["__main__"]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

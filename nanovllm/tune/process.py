@@ -58,7 +58,10 @@ def run_trial(job: dict[str, Any], said: str, sender: Connection) -> None:
     """
     torch.set_num_threads(_NUM_THREADS)
     os.setsid()  # Ctrl-C reaches the command alone, which ends this process with its workers
-    output = os.open(said, os.O_WRONLY)
+    try:
+        output = os.open(said, os.O_WRONLY)
+    except FileNotFoundError:  # the command ended while this process was made
+        return
     os.dup2(output, 1)
     os.dup2(output, 2)
     sender.send(_measured(job))

@@ -13,7 +13,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import get_context
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from nanovllm.jobs.window import WINDOW_ROWS
@@ -42,10 +43,9 @@ class Trials:
         job = {**self._job, **dict(setting), "limit": rows, "window": WINDOW_ROWS}
         receiver, sender = _FORKS.Pipe(duplex=False)
         with receiver, tempfile.NamedTemporaryFile("r", errors="replace") as said:
-            process = _FORKS.Process(target=run_trial, args=(job, said.name, sender))
+            with sender:
+                process = _started(job, said.name, sender)
             try:
-                with sender:
-                    start_process(process)
                 reply = None
                 if not receiver.poll(max(0.0, limit - (time.monotonic() - start))):
                     return Failed(f"not done after {time.monotonic() - start:,.0f} s", is_late=True)
@@ -63,7 +63,24 @@ class Trials:
         return Measured(reply["rows"], took, seconds - took, reply["read"], reply["written"])
 
 
-def _end(process: ForkServerProcess) -> None:
+def _started(job: dict[str, Any], said: str, sender: Connection) -> BaseProcess:
+    """A trial that runs: a fork, or a fresh process where no socket can be made to ask for one, as in a
+    temporary folder with a long path."""
+    process: BaseProcess
+    for context in (_FORKS, get_context("spawn")):
+        process = context.Process(target=run_trial, args=(job, said, sender))
+        try:
+            start_process(process)
+        except BaseException as error:
+            _end(process)
+            if context is not _FORKS or not isinstance(error, OSError):
+                raise
+        else:
+            break
+    return process
+
+
+def _end(process: BaseProcess) -> None:
     """End a trial, if it runs, and the processes that it started."""
     if process.pid is None:
         return

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import popen_forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -131,3 +132,40 @@ def test_what_a_late_trial_has_started_ends_with_it(tmp_path: Path, monkeypatch:
     while Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
         assert time.monotonic() < deadline, "it runs on"
         time.sleep(0.05)
+
+
+BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []), flush=True)"
+
+
+@pytest.mark.parametrize("kind", ["forkserver", "spawn"])
+def test_ctrl_c_does_not_reach_the_first_process(kind: str) -> None:
+    """Python's process for shared resources, which starts before the first one, unblocks SIGINT."""
+    code = f"""
+from multiprocessing import get_context
+from nanovllm.parallel.worker import start_process
+process = get_context({kind!r}).Process(target=exec, args=({BLOCKED!r},))
+start_process(process)
+process.join()
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "True\n", found.stderr
+
+
+def test_a_trial_where_no_socket_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a temporary folder with a long path: a fresh process runs it."""
+
+    def refuse(fds: list[int]) -> NoReturn:
+        raise OSError("AF_UNIX path too long")
+
+    trials = trials_of(tmp_path, [{"prompt": "a"}])
+    monkeypatch.setattr(popen_forkserver.forkserver, "connect_to_new_process", refuse)
+    found = trials.measure((), 1, HANG_SECONDS)
+    assert isinstance(found, Measured) and found.rows == 1
+
+
+def test_a_trial_that_is_forked_after_its_command_ended(tmp_path: Path) -> None:
+    """It runs no job, and says nothing."""
+    code = "import sys; from nanovllm.tune.process import run_trial; run_trial({}, sys.argv[1], None)"
+    command = [sys.executable, "-c", code, str(tmp_path / "gone")]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
