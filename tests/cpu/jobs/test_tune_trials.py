@@ -169,3 +169,28 @@ def test_a_trial_that_is_forked_after_its_command_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path / "gone")]
     found = subprocess.run(command, capture_output=True, text=True)
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+def test_ctrl_c_in_a_terminal_while_the_first_trial_starts(tmp_path: Path) -> None:
+    """It reaches every process. None of them says why it ends, and no file of theirs is left."""
+    source, folder = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a"}] * 9), tmp_path / "temporary"
+    folder.mkdir()
+    command = [sys.executable, "-m", "nanovllm", "tune", demo_model_path(), str(source), "--device", "cpu"]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+    ) as process:
+        assert process.stderr is not None
+        said = [process.stderr.readline()]
+        while "with the job's own" not in said[-1]:
+            assert said[-1]
+            said.append(process.stderr.readline())
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=HANG_SECONDS)
+    assert err == "nanovllm tune: stopped by Ctrl-C; the best so far:\n"
+    assert process.returncode == 130 and not list(folder.iterdir())
