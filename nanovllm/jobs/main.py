@@ -116,8 +116,9 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    with suppress(OSError):  # the folder of its sockets, which Python's own exit removes
-        shutil.rmtree(multiprocessing.util.get_temp_dir())
+    if multiprocessing.parent_process() is None:  # else the folder is that of the parent
+        with suppress(OSError):  # the folder of its sockets, which Python's own exit removes
+            shutil.rmtree(multiprocessing.util.get_temp_dir())
     os._exit(code)
 
 
