@@ -7,8 +7,7 @@
 #   torch.distributed.tensor among them, several hundred modules more. PreTrainedTokenizerFast imports none of these.
 #   An engine's start pays for it: where Python may not write bytecode it took seven of twelve seconds. 5.24 imports
 #   them no more.
-# Ours: tests/cpu/jobs/test_tune_trials.py::test_the_process_that_trials_are_forked_from_uses_no_gpu; trials of
-#   `nanovllm tune` are forked from a process that has imported it once.
+# Ours: tests/cpu/jobs/test_tune_trials.py::test_the_process_that_trials_are_forked_from_uses_no_gpu
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -26,6 +26,7 @@ from nanovllm.tune.settings import Setting
 _FORKS = get_context("forkserver")
 # What trials import, and takes long: this package, and what an engine imports of others. None uses a device.
 PRELOADED = (run_trial.__module__, "transformers.models.auto.tokenization_auto", "triton")
+LEAVE_SECONDS = 60.0  # in which a trial must end after its reply
 _NOISE = ("Traceback", " ", "nanovllm: loading")  # beginnings of lines that are no reason
 
 
@@ -51,7 +52,7 @@ class Trials:
                     return Failed(f"not done after {time.monotonic() - start:,.0f} s", is_late=True)
                 with suppress(EOFError):
                     reply = receiver.recv()
-                process.join()
+                process.join(LEAVE_SECONDS)
             finally:
                 _end(process)
             seconds = time.monotonic() - start

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing import popen_forkserver
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -72,6 +72,13 @@ def kill_itself(job: dict[str, Any], said: str, sender: Connection) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def reply_and_stay(job: dict[str, Any], said: str, sender: Connection) -> None:
+    os.setsid()
+    Path(job["output"]).write_text(str(os.getpid()))
+    sender.send({"rows": 1, "seconds": 0.5, "read": 2, "written": 3})
+    time.sleep(2 * HANG_SECONDS)
+
+
 def start_another(job: dict[str, Any], said: str, sender: Connection) -> NoReturn:
     os.setsid()
     other = subprocess.Popen(["sleep", "1000"])
@@ -118,6 +125,15 @@ def test_why_a_trial_ended_without_a_reply(tmp_path: Path, monkeypatch: pytest.M
     assert isinstance(killed, Failed) and "memory of this machine was full" in killed.reason
 
 
+def test_a_trial_that_hangs_after_its_reply_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = trials_of(tmp_path, [{"prompt": "a"}])
+    monkeypatch.setattr(trial, "run_trial", reply_and_stay)
+    monkeypatch.setattr(trial, "LEAVE_SECONDS", 1.0)
+    found = trials.measure((), 1, HANG_SECONDS)
+    assert isinstance(found, Measured) and (found.rows, found.read, found.written) == (1, 2, 3)
+    assert not Path(f"/proc/{(tmp_path / 'out.jsonl').read_text()}").exists()
+
+
 def test_what_a_late_trial_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trials = trials_of(tmp_path, [{"prompt": "a"}])
     monkeypatch.setattr(trial, "run_trial", start_another)
@@ -158,7 +174,7 @@ def test_a_trial_where_no_socket_can_be_made(tmp_path: Path, monkeypatch: pytest
         raise OSError("AF_UNIX path too long")
 
     trials = trials_of(tmp_path, [{"prompt": "a"}])
-    monkeypatch.setattr(popen_forkserver.forkserver, "connect_to_new_process", refuse)
+    monkeypatch.setattr(forkserver, "connect_to_new_process", refuse)
     found = trials.measure((), 1, HANG_SECONDS)
     assert isinstance(found, Measured) and found.rows == 1
 

@@ -35,7 +35,7 @@ SHARED = [3 + 7 * index % 83 for index in range(41)]
 PROMPTS = [[*SHARED, *range(10 + own, 14 + own)] for own in range(6)]
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [*HYBRIDS, "lfm2", "lfm2_moe"])
 def test_prompts_begin_with_a_kept_state(tmp_path: Path, family: str) -> None:
     """States are NaN at the start; prompts of one call, of another one, and a chat that goes on."""
     folder = write_tiny_model(tmp_path, family)

@@ -136,22 +136,14 @@ def test_a_bare_decoder(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_begin_with_a_kept_state(tmp_path: Path, family: str) -> None:
-    """States are NaN at the start; prompts of one call, of another one, and a chat that goes on."""
+def test_samples_begin_with_a_kept_state(tmp_path: Path, family: str) -> None:
+    """Three of a prompt that was answered before, and of a new one. `test_hybrids.py` has other prompts."""
     folder = write_tiny_model(tmp_path, family)
-    expected = [transformers_greedy(folder, prompt, 6) for prompt in PROMPTS]
+    prompts = [PROMPTS[0], [*PROMPTS[1], 5][::-1]]
+    many = SamplingParams(n=3, max_tokens=9, ignore_eos=True, logprobs=0)
     with make_tiny(folder, num_kvcache_blocks=60, max_num_batched_tokens=50) as llm:
-        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert [each["token_ids"] for each in outputs] == expected
-        cached = sorted(seq.num_cached_tokens for seq in llm.sequences)
-        assert cached == [0, 41, 41, 41, 41, 41]
-        longer = [[*prompt, *tokens, 5] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
-        outputs = llm.generate(longer, GREEDY, use_tqdm=False)
-        assert [each["token_ids"] for each in outputs] == [transformers_greedy(folder, x, 6) for x in longer]
-        assert {seq.num_cached_tokens for seq in llm.sequences[6:]} == {45}
-        many = SamplingParams(n=3, max_tokens=9, ignore_eos=True, logprobs=0)
-        outputs = llm.generate([PROMPTS[0], longer[1][::-1]], many, use_tqdm=False)
-        found = errors(folder, [PROMPTS[0], longer[1][::-1]], outputs)
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        found = errors(folder, prompts, llm.generate(prompts, many, use_tqdm=False))
         assert len(found) == 6 and max(found) < 1e-4
 
 
