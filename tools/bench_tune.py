@@ -5,7 +5,7 @@
     python -m tools.bench tune --model FOLDER --scale 8 -- --load-format dummy --tokenizer FOLDER   # of LLM
 
 First the search runs as the command does, then every setting of its grid on all rows of the sample, in turn:
-all in two passes; the fastest four, the job's own and the choice in more. The speed of a machine changes, so
+all in some passes; the fastest four, the job's own and the choice in more. The speed of a machine changes, so
 that of a setting is the median of its passes beside the job's own.
 """
 
@@ -30,7 +30,7 @@ from nanovllm.tune.sample import job_arguments, write_sample
 from nanovllm.tune.settings import Setting, settings
 from nanovllm.tune.trial import Trials
 
-_WHOLE, _FAST = 2, 4  # passes over the whole grid; settings that run in the passes after them
+_FAST = 4  # settings that run in the passes after those over the whole grid
 _LIMIT = 600.0  # seconds of a trial
 
 
@@ -87,15 +87,15 @@ def search(args: argparse.Namespace, trials: Trials, tried: Sequence[Setting], r
 
 
 def grid(
-    trials: Trials, tried: Sequence[Setting], choice: Setting, rows: int, passes: int
+    trials: Trials, tried: Sequence[Setting], choice: Setting, rows: int, passes: int, whole: int
 ) -> dict[Setting, list[float]]:
     """The rows a second of each setting, in each pass in which it runs."""
     speeds: dict[Setting, list[float]] = {each: [] for each in tried}
     for number in range(passes):
-        if number < _WHOLE:
+        if number < whole:
             here = tried
         else:
-            here = sorted(tried, key=lambda each: -max(speeds[each][:_WHOLE]))[:_FAST]
+            here = sorted(tried, key=lambda each: -max(speeds[each][:whole]))[:_FAST]
             here += [each for each in dict.fromkeys([tried[0], choice]) if each not in here]
         for setting in here:
             outcome = trials.measure(setting, rows, _LIMIT)
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], metavar="NAME")
     parser.add_argument("--minutes", type=float, default=6.0, help="of each search; 0: only the grid")
     parser.add_argument("--passes", type=int, default=7, help="of the grid")
+    parser.add_argument("--whole", type=int, default=2, help="passes over all settings, of these")
     parser.add_argument("--scale", type=int, default=1, help="times as many rows")
     parser.add_argument("options", nargs="*", metavar="OPTION", help="options of LLM, after --")
     args = parser.parse_args()
@@ -136,13 +137,14 @@ def main() -> None:
             write_rows(WORKLOADS[name], args.scale, vocab_size, path)
             job = parse_args(["tune", args.model, str(path), *args.options])
             rows, _ = write_sample(job, sample)
-            trials = Trials(job_arguments(job, sample, Path(folder, "out.jsonl")))
-            tried = settings(_machine(job), engine_options(job), change_answers=False)
+            machine = _machine(job)
+            trials = Trials(job_arguments(job, sample, Path(folder, "out.jsonl")), machine.warms_up)
+            tried = settings(machine, engine_options(job), change_answers=False)
             tried = [each for each in tried if dict(each).get("max_num_seqs", 0) < rows]
             print(f"{name}: {rows:,} rows, {len(tried)} settings", flush=True)
             best = search(args, trials, tried, rows).best() if args.minutes else ()
             assert best is not None, "some setting runs"
-            for line in report(best, grid(trials, tried, best, rows, args.passes)):
+            for line in report(best, grid(trials, tried, best, rows, args.passes, args.whole)):
                 print(line, flush=True)
 
 

@@ -38,13 +38,14 @@ def tune(
     tried. measure, clock: instead of trials in processes and of the time."""
     given = engine_options(args)
     check_arguments(args.choice, args.sampling, given)
-    tried = settings(_machine(args), given, args.change_answers)
+    machine = _machine(args)
+    tried = settings(machine, given, args.change_answers)
     clock = time.monotonic if clock is None else clock
     began = clock()
     with tempfile.TemporaryDirectory(prefix="nanovllm-tune-") as folder:
         sample = Path(folder, "sample.jsonl")
         num_kept, num_rows = write_sample(args, sample)
-        trials = Trials(job_arguments(args, sample, Path(folder, "out.jsonl")))
+        trials = Trials(job_arguments(args, sample, Path(folder, "out.jsonl")), machine.warms_up)
         run = trials.measure if measure is None else measure
         # As many sequences as rows, or more, are what the job's own setting has.
         tried = [each for each in tried if dict(each).get("max_num_seqs", 0) < num_kept]

@@ -8,6 +8,7 @@ clock; knows neither models nor processes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -33,18 +34,24 @@ _CLOSE = 1.03  # finalists that differ by less are tried once more, if there is 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A trial that ran. seconds: from the loaded model to the last row. loading: the others, of its process.
-    read, written: tokens."""
+    """A trial that ran. seconds: from the loaded model to the last row, of the pass that counts. warming: of
+    the pass before it. loading: the others, of its process. read, written: tokens."""
 
     rows: int
     seconds: float
     loading: float
     read: int
     written: int
+    warming: float = 0.0
 
     @property
     def seconds_per_row(self) -> float:
         return self.seconds / self.rows
+
+    @property
+    def running(self) -> float:
+        """Seconds of both passes."""
+        return self.warming + self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,7 @@ class Search:
     _cost: Cost = Cost(0.0, 0.0)  # noqa: RUF009
     _alive: list[Setting] = field(default_factory=list)  # beside the job's own
     _pass: int = 0
+    _least: float = math.inf  # seconds of a row of the fastest trial of this pass
     _is_quiet: bool = False  # passes agreed so far
     _runs: dict[Setting, dict[int, float]] = field(default_factory=dict)  # seconds of a row by pass
 
@@ -189,18 +197,19 @@ class Search:
                 return False
         else:
             return False
-        self._cost = Cost(few.loading, few.seconds_per_row)
-        rows = min(self.most_rows, int(_PROBE_SHARE * self.seconds / few.seconds_per_row))
+        self._cost = Cost(few.loading, few.running / few.rows)
+        rows = min(self.most_rows, int(_PROBE_SHARE * self.seconds / self._cost.row))
         more = self._try(setting, rows) if rows >= 2 * few.rows else None
         if isinstance(more, Measured):
-            slope = (more.seconds - few.seconds) / (more.rows - few.rows)
-            row = min(more.seconds_per_row, max(slope, more.seconds_per_row / 2))
-            self._cost = Cost(more.loading + more.seconds - more.rows * row, row)
+            slope, whole = (more.running - few.running) / (more.rows - few.rows), more.running / more.rows
+            row = min(whole, max(slope, whole / 2))
+            self._cost = Cost(more.loading + more.running - more.rows * row, row)
         return True
 
     def _try_all(self, rows: int) -> bool:
         """A pass: the job's own setting and all that are left. Return whether there was time for all."""
         self._pass += 1
+        self._least = math.inf
         own = self.settings[0]
         here = [own, *self._alive] if isinstance(self.trials[own], Measured) else [*self._alive]
         found = []
@@ -214,7 +223,7 @@ class Search:
                 self._alive.remove(setting)  # and stays where only the end of the time cut it off
         if found:
             loading = max(each.loading for each in found)
-            self._cost = Cost(loading, sum(each.seconds_per_row for each in found) / len(found))
+            self._cost = Cost(loading, sum(each.running / each.rows for each in found) / len(found))
         return bool(self._alive)
 
     def _repeat(self, rows: int) -> None:
@@ -247,9 +256,8 @@ class Search:
     def _try(self, setting: Setting, rows: int) -> Outcome:
         """Measure a setting, and cut it off where it is much slower than the best so far in its pass."""
         limit = left = self._end - self.clock()
-        here = [runs[self._pass] for runs in self._runs.values() if self._pass in runs]
-        if self._pass and here:
-            limit = min(left, _SPARE_SECONDS + 2 * self._cost.start + _SLOWER * rows * min(here))
+        if self._pass and self._least < math.inf:
+            limit = min(left, _SPARE_SECONDS + 2 * self._cost.start + _SLOWER * rows * self._least)
         self.started(setting, rows)
         outcome = self.measure(setting, rows, limit)
         if isinstance(outcome, Failed) and outcome.is_late:
@@ -258,6 +266,7 @@ class Search:
             outcome = Failed(f"{outcome.reason}, more than {_SLOWER:g} times as long as the best")
         self.trials[setting] = outcome
         if isinstance(outcome, Measured):
+            self._least = min(self._least, outcome.running / outcome.rows)
             self._runs.setdefault(setting, {})[self._pass] = outcome.seconds_per_row
         return outcome
 

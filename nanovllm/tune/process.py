@@ -1,6 +1,7 @@
 """The process of a trial: it runs a job, and sends what it took.
 
-Measures from the loaded model to the end of the job; chooses nothing.
+Measures from the loaded model to the end of the job; chooses nothing. On a GPU the first pass of an engine
+loads kernels and captures graphs, so the job runs once more and that pass counts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,14 @@ _NUM_THREADS = torch.get_num_threads()  # in a fork, torch has one: its parent m
 
 
 class Timed:
-    """Has the engine of a job, which notes when it was loaded, when it ended and what it did."""
+    """Has the engine of a job, which notes when a pass of the job began, when it ended and what it did.
+
+    The engine stays when a job closes it, so that the job can run again; `close` closes it.
+    """
 
     def __init__(self) -> None:
-        self.loaded = self.ended = 0.0
+        self.llm: LLM | None = None
+        self.began = self.ended = 0.0
         self.read = self.written = 0
 
     def engine(self) -> type[LLM]:
@@ -37,24 +43,40 @@ class Timed:
         class TimedLLM(LLM):
             def get_default_sampling_params(self) -> SamplingParams:
                 """What a job asks first of an engine that is loaded."""
-                timed.loaded = timed.loaded or time.perf_counter()
+                timed.llm, timed.began = self, time.perf_counter()
+                stats = self.stats()
+                timed.read = -stats.num_computed_tokens - stats.num_cached_tokens
+                timed.written = -stats.num_output_tokens
                 return super().get_default_sampling_params()
 
             def close(self) -> None:
-                if not timed.ended:
-                    timed.ended = time.perf_counter()
-                    stats = self.stats()
-                    timed.read = stats.num_computed_tokens + stats.num_cached_tokens
-                    timed.written = stats.num_output_tokens
-                super().close()
+                if timed.llm is not self:
+                    return super().close()
+                timed.ended = time.perf_counter()
+                stats = self.stats()
+                timed.read += stats.num_computed_tokens + stats.num_cached_tokens
+                timed.written += stats.num_output_tokens
+                return None
 
         return TimedLLM
 
+    def again(self, model: str, **options: object) -> LLM:
+        """The engine that is loaded, with an empty cache of prefixes: for the same job."""
+        assert self.llm is not None, "a pass has ended"
+        self.llm.reset_prefix_cache()
+        return self.llm
 
-def run_trial(job: dict[str, Any], said: str, sender: Connection) -> None:
+    def close(self) -> None:
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            llm.close()
+
+
+def run_trial(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> None:
     """Run a job, and send what it took, or its "error".
 
-    job: arguments of `nanovllm run`, as JSON. said: the file that gets what the job prints.
+    job: arguments of `nanovllm run`, as JSON. warm_up: whether the job runs twice in one engine, of which the
+    second pass counts. said: the file that gets what the job prints.
     """
     torch.set_num_threads(_NUM_THREADS)
     os.setsid()  # Ctrl-C reaches the command alone, which ends this process with its workers
@@ -64,17 +86,31 @@ def run_trial(job: dict[str, Any], said: str, sender: Connection) -> None:
         return
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sender.send(_measured(job))
+    sender.send(_measured(job, warm_up))
 
 
-def _measured(job: dict[str, Any]) -> dict[str, Any]:
+def _measured(job: dict[str, Any], warm_up: bool) -> dict[str, Any]:
     """What a job took."""
+    timed, warming = Timed(), 0.0
+    try:
+        if warm_up:
+            reply = _passed(job, timed, timed.engine())
+            if "error" in reply:
+                return reply
+            warming = reply["seconds"]
+        return _passed(job, timed, timed.again if warm_up else timed.engine()) | {"warming": warming}
+    finally:
+        timed.close()
+
+
+def _passed(job: dict[str, Any], timed: Timed, make_llm: Callable[..., LLM]) -> dict[str, Any]:
+    """What a pass of a job took, in the engine of make_llm."""
     job = {**job, "output": Path(job["output"])}
     _forget(job["output"])
-    timed, arguments = Timed(), argparse.Namespace()
+    arguments = argparse.Namespace()
     vars(arguments).update(job)
     try:
-        code = run(arguments, timed.engine())
+        code = run(arguments, make_llm)
     except JobRefusedError as error:
         return {"error": str(error)[:MAX_REASON]}
     lines = [json.loads(line) for line in job["output"].read_text().splitlines()]
@@ -85,7 +121,7 @@ def _measured(job: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(why)[:MAX_REASON]}
     return {
         "rows": len(lines),
-        "seconds": timed.ended - timed.loaded,
+        "seconds": timed.ended - timed.began,
         "read": timed.read,
         "written": timed.written,
     }

@@ -32,6 +32,11 @@ class Machine:
     heads: int
     quantised: bool
 
+    @property
+    def warms_up(self) -> bool:
+        """Whether the first pass of an engine is slower, by a half and more: it captures CUDA graphs."""
+        return self.kind == "cuda"
+
 
 def settings(machine: Machine, given: Mapping[str, Any], change_answers: bool) -> list[Setting]:
     """All settings to try; first the job's own, then those that differ from it in fewer options.

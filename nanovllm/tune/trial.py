@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -33,9 +32,10 @@ _NOISE = ("Traceback", " ", "nanovllm: loading")  # beginnings of lines that are
 class Trials:
     """Runs settings on the first rows of a sample."""
 
-    def __init__(self, job: Mapping[str, Any]) -> None:
-        """job: arguments of `nanovllm run`, as JSON."""
-        self._job = job
+    def __init__(self, job: Mapping[str, Any], warm_up: bool) -> None:
+        """job: arguments of `nanovllm run`, as JSON. warm_up: whether a trial runs it twice; the second pass
+        counts."""
+        self._job, self._warm_up = job, warm_up
         _FORKS.set_forkserver_preload(list(PRELOADED))
 
     def measure(self, setting: Setting, rows: int, limit: float) -> Outcome:
@@ -45,7 +45,7 @@ class Trials:
         receiver, sender = _FORKS.Pipe(duplex=False)
         with receiver, tempfile.NamedTemporaryFile("r", errors="replace") as said:
             with sender:
-                process = _started(job, said.name, sender)
+                process = _started((job, self._warm_up, said.name, sender))
             try:
                 reply = None
                 if not receiver.poll(max(0.0, limit - (time.monotonic() - start))):
@@ -60,16 +60,17 @@ class Trials:
                 return Failed(_reason(said.read(), process.exitcode))
         if "error" in reply:
             return Failed(reply["error"])
-        took = reply["seconds"]
-        return Measured(reply["rows"], took, seconds - took, reply["read"], reply["written"])
+        took, warming = reply["seconds"], reply["warming"]
+        loading = seconds - took - warming
+        return Measured(reply["rows"], took, loading, reply["read"], reply["written"], warming)
 
 
-def _started(job: dict[str, Any], said: str, sender: Connection) -> BaseProcess:
-    """A trial that runs: a fork, or a fresh process where no socket can be made to ask for one, as in a
-    temporary folder with a long path."""
+def _started(arguments: tuple[object, ...]) -> BaseProcess:
+    """A trial that runs, with these arguments of `run_trial`: a fork, or a fresh process where no socket can
+    be made to ask for one, as in a temporary folder with a long path."""
     process: BaseProcess
     for context in (_FORKS, get_context("spawn")):
-        process = context.Process(target=run_trial, args=(job, said, sender))
+        process = context.Process(target=run_trial, args=arguments)
         try:
             start_process(process)
         except BaseException as error:

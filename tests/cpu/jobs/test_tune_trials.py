@@ -17,21 +17,24 @@ import torch
 from jobs import write_rows
 
 from nanovllm import demo_model_path
+from nanovllm.errors import EngineClosedError
 from nanovllm.jobs.main import parse_args
+from nanovllm.jobs.run import run
 from nanovllm.tune import trial
 from nanovllm.tune.halving import Failed, Measured
-from nanovllm.tune.process import run_trial
+from nanovllm.tune.process import Timed, run_trial
 from nanovllm.tune.sample import job_arguments, write_sample
+from nanovllm.tune.settings import Setting
 from nanovllm.tune.trial import Trials
 
 HANG_SECONDS = 500.0
 
 
-def trials_of(tmp_path: Path, rows: list[object]) -> Trials:
+def trials_of(tmp_path: Path, rows: list[object], warm_up: bool = False) -> Trials:
     source = write_rows(tmp_path / "rows.jsonl", rows)
     args = parse_args(["tune", demo_model_path(), str(source), "--sampling", "temperature=0,max_tokens=4"])
     write_sample(args, tmp_path / "sample.jsonl")
-    return Trials(job_arguments(args, tmp_path / "sample.jsonl", tmp_path / "out.jsonl"))
+    return Trials(job_arguments(args, tmp_path / "sample.jsonl", tmp_path / "out.jsonl"), warm_up)
 
 
 def test_a_trial_counts_rows_and_tokens(tmp_path: Path) -> None:
@@ -43,6 +46,39 @@ def test_a_trial_counts_rows_and_tokens(tmp_path: Path) -> None:
     assert found.seconds > 0 and found.loading > 0
     refused = trials.measure((("num_kvcache_blocks", 10**9),), 5, HANG_SECONDS)
     assert isinstance(refused, Failed) and "no room for the KV cache" in refused.reason
+
+
+@pytest.mark.parametrize("options", [(), (("data_parallel_size", 2),)], ids=["one", "replicas"])
+def test_a_trial_that_warms_up_counts_its_second_pass(tmp_path: Path, options: Setting) -> None:
+    """Which finds nothing of the first one in the cache of prefixes."""
+    rows = [{"prompt": f"What is {number} + 3?"} for number in range(20)]
+    cold, warm = (
+        trials_of(tmp_path, rows, each).measure(options, 20, HANG_SECONDS) for each in (False, True)
+    )
+    assert isinstance(cold, Measured) and isinstance(warm, Measured)
+    assert cold.warming == 0.0 and warm.warming > 0 and warm.running > warm.warming
+    assert (warm.rows, warm.read, warm.written) == (cold.rows, cold.read, cold.written)
+    refused = trials_of(tmp_path, rows, warm_up=True).measure(
+        (("num_kvcache_blocks", 10**9),), 5, HANG_SECONDS
+    )
+    assert isinstance(refused, Failed) and "no room for the KV cache" in refused.reason
+
+
+def test_the_engine_of_a_trial_computes_a_pass_again(tmp_path: Path) -> None:
+    rows = [{"prompt": f"The same beginning of a text, and an end: {number}"} for number in range(8)]
+    source, timed = write_rows(tmp_path / "rows.jsonl", rows), Timed()
+    computed, seconds = [], []
+    for make_llm in (timed.engine(), timed.again):
+        words = ["run", str(source), "-o", str(tmp_path / f"{len(computed)}.jsonl"), "--model"]
+        assert run(parse_args([*words, demo_model_path()]), make_llm) == 0
+        assert timed.llm is not None
+        computed.append(timed.llm.stats().num_computed_tokens)
+        seconds.append(timed.ended - timed.began)
+    assert computed[1] == 2 * computed[0] and min(seconds) > 0
+    llm = timed.llm
+    timed.close()
+    with pytest.raises(EngineClosedError):
+        llm.generate("a")
 
 
 def test_a_trial_that_takes_too_long_is_ended(tmp_path: Path) -> None:
@@ -59,27 +95,27 @@ class Nobody:
         pass
 
 
-def send_threads(job: dict[str, Any], said: str, sender: Connection) -> None:
-    run_trial(job, said, Nobody())  # type: ignore[arg-type]
+def send_threads(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> None:
+    run_trial(job, warm_up, said, Nobody())  # type: ignore[arg-type]
     sender.send({"error": str(torch.get_num_threads())})
 
 
-def without_output(job: dict[str, Any], said: str, sender: Connection) -> None:
-    run_trial({}, said, sender)
+def without_output(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> None:
+    run_trial({}, warm_up, said, sender)
 
 
-def kill_itself(job: dict[str, Any], said: str, sender: Connection) -> None:
+def kill_itself(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def reply_and_stay(job: dict[str, Any], said: str, sender: Connection) -> None:
+def reply_and_stay(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> None:
     os.setsid()
     Path(job["output"]).write_text(str(os.getpid()))
-    sender.send({"rows": 1, "seconds": 0.5, "read": 2, "written": 3})
+    sender.send({"rows": 1, "seconds": 0.5, "read": 2, "written": 3, "warming": 0.25})
     time.sleep(2 * HANG_SECONDS)
 
 
-def start_another(job: dict[str, Any], said: str, sender: Connection) -> NoReturn:
+def start_another(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> NoReturn:
     os.setsid()
     other = subprocess.Popen(["sleep", "1000"])
     Path(job["output"]).write_text(str(other.pid))
@@ -181,7 +217,7 @@ def test_a_trial_where_no_socket_can_be_made(tmp_path: Path, monkeypatch: pytest
 
 def test_a_trial_that_is_forked_after_its_command_ended(tmp_path: Path) -> None:
     """It runs no job, and says nothing."""
-    code = "import sys; from nanovllm.tune.process import run_trial; run_trial({}, sys.argv[1], None)"
+    code = "import sys; from nanovllm.tune.process import run_trial; run_trial({}, False, sys.argv[1], None)"
     command = [sys.executable, "-c", code, str(tmp_path / "gone")]
     found = subprocess.run(command, capture_output=True, text=True)
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
