@@ -40,6 +40,7 @@ class Constraint:
         """first: an original. make: creates another original. executor: runs many matchers in parallel.
         end_id: the tokenizer's token that ends a text."""
         self.executor = executor
+        self.longest = (0, "")  # of choices the one with the most tokens, behind their number
         self.ends = Ends(end_id)
         self._originals = [first]
         self._make = make
@@ -130,7 +131,10 @@ class GrammarCompiler:
             self._try(first, f"{name}: {text}")
         for warning in first.get_grammar_warnings():
             warn_once(f"{name}: {warning}")
-        return Constraint(first, make, self._executor, self._tokens.eos_token)
+        constraint = Constraint(first, make, self._executor, self._tokens.eos_token)
+        if params.choice is not None:
+            constraint.longest = max((len(self._tokens.tokenize_str(each)), each) for each in params.choice)
+        return constraint
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
         """The constraint in llguidance's format, not checked yet."""

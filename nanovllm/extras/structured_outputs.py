@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm.checks import check_bool, show
 from nanovllm.names import KnownFields
+from nanovllm.text.prompts import check_text
 
 MAX_CHARS = 2**20  # of a schema, expression or grammar, and of all choices together
 MAX_CHOICES = 10_000
@@ -31,7 +32,7 @@ class StructuredOutputsParams(KnownFields):
         Properties appear in the order of the schema.
     regex: a regular expression that matches the whole text, in the syntax of Rust's regex crate: no
         look-around and no back-references.
-    choice: a list of strings; the whole text is one of them.
+    choice: a list of strings, none empty and no two equal; the whole text is one of them.
     grammar: a context-free grammar: Lark as llguidance reads it, with the start rule `start`; or GBNF (EBNF
         with `::=`), with the start rule `root`.
     json_object: True for any JSON object.
@@ -181,4 +182,19 @@ def _choices(choices: Any) -> tuple[str, ...]:
     if not choices:
         raise ValueError(f"choice must be {expected}, not {show(choices)}")
     _check_size("choice", sum(map(len, choices)), MAX_CHARS, "characters")
+    check_choices(choices)
     return tuple(choices)
+
+
+def check_choices(choices: Sequence[str]) -> None:
+    """ValueError for a choice that is empty, comes twice, or is no text."""
+    seen: set[str] = set()
+    for number, each in enumerate(choices, 1):
+        if not each.strip():
+            raise ValueError(
+                f"choice {number} is {each!r}, which says nothing; leave it out, or give it a text"
+            )
+        if each in seen:
+            raise ValueError(f"the choice {show(each)} comes twice; name it once")
+        seen.add(each)
+        check_text(each, f"choice {number}")

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanovllm.answers import CompletionOutput, RequestOutput, changed
-from nanovllm.checks import BadRow, pack_token_ids
+from nanovllm.checks import BadRow, pack_token_ids, show
 from nanovllm.extras.columns import TokenLogprobs
+from nanovllm.extras.json_schemas import warn_once
 from nanovllm.extras.least_tokens import LeastTokens
 from nanovllm.extras.logits_processors import GuardedProcessors
 from nanovllm.extras.logprobs import LogprobDicts, join_parts, join_rows
@@ -78,6 +79,9 @@ class ExtraTexts:
             constraint = self.constraint(params)
         except ValueError as error:
             raise ValueError(f"structured_outputs: {error}") from None
+        if constraint is not None and params.max_tokens:
+            num_tokens, longest = constraint.longest
+            _warn_of_cut_choices(params.max_tokens, num_tokens, longest)
         return bad_words, constraint
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
@@ -231,6 +235,13 @@ def _warn_of_extra_args() -> None:
     logger.warning(
         "extra_args of SamplingParams has no effect: only classes of LLM(logits_processors=[...]) read it"
     )
+
+
+def _warn_of_cut_choices(max_tokens: int, num_tokens: int, longest: str) -> None:
+    """Say that answers end within the choice with the most tokens."""
+    if max_tokens < num_tokens:
+        cut = f"{show(longest)}, which has {num_tokens} tokens"
+        warn_once(f"choice: max_tokens={max_tokens} cuts {cut}; allow as many")
 
 
 def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

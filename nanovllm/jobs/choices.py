@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanovllm.answers import RequestOutput
 from nanovllm.checks import BadRow, attempt
 from nanovllm.extras.params import MAX_ASKED
+from nanovllm.extras.structured_outputs import check_choices
 from nanovllm.params import SamplingParams
 from nanovllm.reasoning.marks import REASONING, Thinking
 from nanovllm.text.processor import encode
-from nanovllm.text.prompts import Prompt, check_text
+from nanovllm.text.prompts import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,12 +42,7 @@ def parse_choices(text: str) -> list[str]:
         raise ValueError(f'choices are a,b,c or a JSON list of strings, such as ["a", "b"], not {text!r}')
     if not 2 <= len(found) <= _MOST_CHOICES:
         raise ValueError(f"there are 2 to {_MOST_CHOICES:,} choices, not {len(found)}: {text[:200]!r}")
-    for place, each in enumerate(found):
-        if not each.strip():
-            raise ValueError(f"choice {place + 1} is empty; leave out a comma too many, or give it a text")
-        if each in found[:place]:
-            raise ValueError(f"the choice {each!r} comes twice; name it once")
-        check_text(each, f"choice {place + 1}")
+    check_choices(found)
     return found
 
 

@@ -176,8 +176,9 @@ def test_what_cannot_be_chosen_from_is_refused(
 ) -> None:
     for given, why in [
         ("yes", "there are 2 to 1,000 choices, not 1"),
-        ("yes,", "choice 2 is empty; leave out a comma too many"),
-        ("yes,no,yes", "the choice 'yes' comes twice"),
+        ("yes,", "choice 2 is '', which says nothing; leave it out"),
+        ("yes, ,no", "choice 2 is ' ', which says nothing"),
+        ("yes,no,yes", "the choice 'yes' comes twice; name it once"),
         ('["a", 3]', "a JSON list of strings"),
         ('["a"', "is no JSON list of choices"),
     ]:

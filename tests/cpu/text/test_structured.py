@@ -92,7 +92,7 @@ CONSTRAINTS: list[tuple[dict[str, Any], str]] = [
     ({"regex": "[a-c]{2,4}-[0-9]+"}, "[a-c]{2,4}-[0-9]+"),
     ({"regex": "^(yes|no)$"}, "yes|no"),
     ({"choice": ["positive", "negative", "pos(itive)? "]}, r"positive|negative|pos\(itive\)\? "),
-    ({"choice": ["", "日本", '"\\']}, r'|日本|"\\'),
+    ({"choice": [" a", "日本", '"\\']}, r' a|日本|"\\'),
     ({"grammar": 'start: "[" item ("," item)* "]"\nitem: /[0-9]{1,2}/ | start'}, r"\[[\[\],0-9]*\]"),
     ({"grammar": 'root ::= ("a" | "b" root "c")'}, "(b*)a(c*)"),
     ({"json": {"type": "integer", "minimum": 3, "maximum": 12}}, "[3-9]|1[0-2]"),

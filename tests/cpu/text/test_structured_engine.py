@@ -201,3 +201,19 @@ def test_a_wrong_constraint_is_found_before_anything_runs(llm: CheckedLLM) -> No
     with pytest.raises(ValueError, match=r"regex"):
         list(islice(outputs, 5))
     assert llm.is_finished()
+
+
+def test_choices_that_max_tokens_cuts_are_named_before_they_run(
+    llm: CheckedLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once. The first tokens of a choice may be all that is asked for, so it is no error."""
+    form = StructuredOutputsParams(choice=["no", "never again"])
+    most = len(llm.get_tokenizer().encode("never again", add_special_tokens=False))
+    for max_tokens in (most, most - 1, most - 1):
+        params = SamplingParams(structured_outputs=form, max_tokens=max_tokens)
+        llm.generate(["a", "b"], params, use_tqdm=False)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [
+        f"structured_outputs, choice: max_tokens={most - 1} cuts 'never again', which has {most} tokens; "
+        "allow as many"
+    ]
