@@ -5,6 +5,9 @@ Importing this is cheap: torch is imported when `LLM` is first used, transformer
 
 from __future__ import annotations
 
+from nanovllm.jobs import early  # noqa: F401 (before all that takes time)
+
+# isort: split
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 

@@ -207,6 +207,48 @@ def test_a_signal_at_the_end_of_the_process_changes_nothing() -> None:
     assert (result.returncode, result.stderr) == (3, "")
 
 
+# Python imports this before anything else. Ctrl-C comes when a module of the package is first asked for.
+SITE = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPTED_MODULE"]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+"""
+SCRIPT = "import sys\nfrom nanovllm.__main__ import program\nsys.exit(program())\n"  # as pip writes it
+
+
+def interrupted_import(folder: Path, module: str, *argv: object) -> subprocess.CompletedProcess[str]:
+    (folder / "sitecustomize.py").write_text(SITE)
+    env = {**os.environ, "PYTHONPATH": str(folder), "INTERRUPTED_MODULE": module}
+    command = [sys.executable, *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+@pytest.mark.parametrize("module", ["nanovllm.extras", "numpy", "nanovllm.jobs.main", "nanovllm.jobs.about"])
+def test_ctrl_c_while_the_package_is_imported(tmp_path: Path, module: str) -> None:
+    (script := tmp_path / "nanovllm").write_text(SCRIPT)
+    for command in ([script], ["-m", "nanovllm"]):
+        found = interrupted_import(tmp_path, module, *command, "version")
+        assert (found.returncode, found.stdout, found.stderr) == (130, "", "")
+
+
+def test_ctrl_c_while_the_package_is_imported_elsewhere(tmp_path: Path) -> None:
+    """In other programs it is theirs, and where it is ignored, as in the background, it stays so."""
+    (other := tmp_path / "other.py").write_text("import nanovllm")
+    for command in (["-c", "import nanovllm", "nanovllm"], [other, "-m", "nanovllm"]):
+        found = interrupted_import(tmp_path, "nanovllm.extras", *command)
+        assert found.returncode == -INT and "KeyboardInterrupt" in found.stderr
+    ignoring = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    ignoring += "os.execv(sys.executable, [sys.executable, '-m', 'nanovllm', '--version'])"
+    found = interrupted_import(tmp_path, "nanovllm.extras", "-c", ignoring)
+    assert found.returncode == 0 and found.stdout.startswith("nanovllm ")
+
+
 def interrupted(argv: list[Any], moment: int | None, note: Path, make_llm: Callable[..., Any]) -> None:
     """Run a job as the program does; the call of a function with this number is interrupted by Ctrl-C. `note`
     gets the number of calls, then what is printed. moment: None counts nothing, as others interrupt the job:
