@@ -23,7 +23,7 @@ from nanovllm.jobs.labels import check_arguments
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.report.gpu import devices_of
 from nanovllm.stats.summary import counted, short
-from nanovllm.tune.halving import Failed, Measure, Search
+from nanovllm.tune.halving import Failed, Measure, Measured, Search
 from nanovllm.tune.sample import job_arguments, write_sample
 from nanovllm.tune.settings import Machine, Setting, changes_answers, flags_of, settings
 from nanovllm.tune.trial import Trials
@@ -59,8 +59,13 @@ def tune(
             search.run()
         except KeyboardInterrupt:
             interrupted = True
+    if not search.trials:
+        why = "stopped by Ctrl-C" if interrupted else f"--minutes {args.minutes:g} was over"
+        _say(f"{why} before the first trial ended, so nothing is known")
+    else:
+        if interrupted:
             _say("stopped by Ctrl-C; the best so far:")
-    print_found(search, args, sys.stdout)
+        print_found(search, args, sys.stdout, interrupted)
     if interrupted:
         return INTERRUPTED
     return FAILED if search.best() is None else ANSWERED
@@ -83,7 +88,7 @@ def _machine(args: argparse.Namespace) -> Machine:
     return Machine(kind, num_gpus, model.num_kv_heads, quantised)
 
 
-def print_found(search: Search, args: argparse.Namespace, out: TextIO) -> None:
+def print_found(search: Search, args: argparse.Namespace, out: TextIO, interrupted: bool = False) -> None:
     """Print the table, the fastest first, and the command line to use."""
     ranked = sorted(search.trials, key=lambda each: -(search.gain(each) or 0.0))
     rows = [_HEAD, *(_row(search, each) for each in ranked)]
@@ -94,22 +99,25 @@ def print_found(search: Search, args: argparse.Namespace, out: TextIO) -> None:
             "  ".join([*cells, *row[len(cells) :]] if len(row) > 2 else [cells[0], row[1]]).rstrip(), file=out
         )
     if search.left_out:
-        print(
-            f"{counted(len(search.left_out), 'setting')} not tried, because there was no time; a larger "
-            "--minutes has it",
-            file=out,
-        )
+        why = "of Ctrl-C" if interrupted else "there was no time; a larger --minutes has it"
+        print(f"{counted(len(search.left_out), 'setting')} not tried, because {why}", file=out)
     best = search.best()
     if best is None:
         print("no setting ran; the reasons are above", file=out)
         return
-    gain = search.gain(best)
+    print(f"{_verdict(search, best)}\n\n{command_of(args, best)}", file=out)
+
+
+def _verdict(search: Search, best: Setting) -> str:
+    """What the trials say of the best setting."""
+    note = "; its answers differ from those of the job's own" if changes_answers(best) else ""
+    if sum(isinstance(each, Measured) for each in search.trials.values()) == 1:
+        return f"{_name(best)} is the only setting that ran, so it is compared with none{note}"
     if best == search.settings[0]:
-        print("the job's own settings are the best here: no other one is faster by 2 % or more", file=out)
-    elif gain is not None:
-        note = "; its answers differ from those of the job's own" if changes_answers(best) else ""
-        print(f"{_name(best)} is the fastest: {gain:.2f} times the job's own{note}", file=out)
-    print(f"\n{command_of(args, best)}", file=out)
+        return "the job's own settings are the best here: no other one is faster by 2 % or more"
+    if not search.own_ran:
+        return f"{_name(best)} is the fastest of those that ran{note}"
+    return f"{_name(best)} is the fastest: {search.gain(best):.2f} times the job's own{note}"
 
 
 def _row(search: Search, setting: Setting) -> tuple[str, ...]:
@@ -118,11 +126,11 @@ def _row(search: Search, setting: Setting) -> tuple[str, ...]:
     outcome = search.trials[setting]
     if isinstance(outcome, Failed):
         return name, f"failed: {outcome.reason}"
-    gain = search.gain(setting) or 0.0
+    gain = f"{search.gain(setting):.2f}" if search.own_ran else "-"
     seconds = outcome.seconds
     rates = (outcome.rows, outcome.read, outcome.written)
     first, *others = (short(each / seconds) for each in rates)
-    return name, f"{outcome.rows:,}", first, *others, f"{gain:.2f}", f"{outcome.loading:.1f} s"
+    return name, f"{outcome.rows:,}", first, *others, gain, f"{outcome.loading:.1f} s"
 
 
 def _name(setting: Setting) -> str:

@@ -159,6 +159,11 @@ class Search:
         """The settings for which no time was left."""
         return [each for each in self.settings if each not in self.trials]
 
+    @property
+    def own_ran(self) -> bool:
+        """Whether the last trial of the job's own setting ran."""
+        return isinstance(self.trials.get(self.settings[0]), Measured)
+
     def best(self) -> Setting | None:
         """The fastest setting that is left, or the job's own, if that is not 2 % slower. None if none ran."""
         own = self.settings[0]

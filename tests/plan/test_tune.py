@@ -267,8 +267,8 @@ def test_the_command_is_that_of_the_job(tmp_path: Path) -> None:
     assert command_of(same, ()).endswith(f"--model {demo_model_path()} --system x")
 
 
-def run_tune(tmp_path: Path, bench: Bench, *more: object) -> int:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{number}"} for number in range(300)])
+def run_tune(tmp_path: Path, bench: Bench, *more: object, num_rows: int = 300) -> int:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{number}"} for number in range(num_rows)])
     return tune(tune_args(rows, "--device", "cpu", *more), bench.measure, bench.clock)
 
 
@@ -300,6 +300,44 @@ def test_ctrl_c_prints_the_best_so_far(tmp_path: Path, capsys: pytest.CaptureFix
     assert (
         "stopped by Ctrl-C" in err and "nanovllm run" in out and "--max-num-seqs 32" in out.splitlines()[-1]
     )
+
+
+@pytest.mark.parametrize(("trials", "said"), [(0, "nothing is known"), (1, "is the only setting that ran")])
+def test_ctrl_c_before_settings_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trials: int, said: str
+) -> None:
+    bench = Bench(cost)
+    bench.interrupt_at = trials
+    assert run_tune(tmp_path, bench) == 130
+    out, err = capsys.readouterr()
+    assert "stopped by Ctrl-C" in err and said in (out if trials else err)
+    assert not trials or "settings not tried, because of Ctrl-C\n" in out
+    assert "the reasons are above" not in out and "the best here" not in out
+    assert bool(out) == bool(trials)
+
+
+def test_a_time_that_is_too_short_for_one_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tune(tmp_path, Bench(cost), "--minutes", "0.01") == 4
+    out, err = capsys.readouterr()
+    assert "--minutes 0.01 was over before the first trial ended" in err and not out
+
+
+def test_the_job_s_own_settings_fail_in_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So nothing is compared with them, and a rate is not called a ratio."""
+    bench = Bench(cost)
+    measure = bench.measure
+    monkeypatch.setattr(
+        bench,
+        "measure",
+        lambda setting, *given: measure(setting, *given) if setting else Failed("it is full"),
+    )
+    assert run_tune(tmp_path, bench, "--minutes", "60") == 0
+    table, _, rest = capsys.readouterr().out.partition("the job's own")
+    assert "failed: it is full" in rest and "is the fastest of those that ran\n" in rest
+    assert "times the job's own" not in rest
+    assert {line.split()[-3] for line in table.splitlines()[1:] if line} == {"-"}
 
 
 def test_a_wrong_command_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

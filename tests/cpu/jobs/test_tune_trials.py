@@ -225,7 +225,7 @@ def test_a_trial_that_is_forked_after_its_command_ended(tmp_path: Path) -> None:
 
 def test_ctrl_c_in_a_terminal_while_the_first_trial_starts(tmp_path: Path) -> None:
     """It reaches every process. None of them says why it ends, and no file of theirs is left."""
-    source, folder = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a"}] * 9), tmp_path / "temporary"
+    source, folder = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a"}] * 40), tmp_path / "temporary"
     folder.mkdir()
     command = [sys.executable, "-m", "nanovllm", "tune", demo_model_path(), str(source), "--device", "cpu"]
     with subprocess.Popen(
@@ -244,5 +244,5 @@ def test_ctrl_c_in_a_terminal_while_the_first_trial_starts(tmp_path: Path) -> No
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=HANG_SECONDS)
-    assert err == "nanovllm tune: stopped by Ctrl-C; the best so far:\n"
+    assert err == "nanovllm tune: stopped by Ctrl-C before the first trial ended, so nothing is known\n"
     assert process.returncode == 130 and not list(folder.iterdir())
