@@ -17,7 +17,7 @@ from typing import TextIO
 from nanovllm.config import Config
 from nanovllm.engine.startup import find_model, read_generation_config, read_model_config
 from nanovllm.errors import NanoVLLMError
-from nanovllm.jobs.errors import ANSWERED, FAILED, INTERRUPTED, refusing
+from nanovllm.jobs.errors import ANSWERED, FAILED, INTERRUPTED, JobRefusedError, refusing
 from nanovllm.jobs.job import engine_options
 from nanovllm.jobs.labels import check_arguments
 from nanovllm.quantization.config import QuantConfig
@@ -25,7 +25,7 @@ from nanovllm.report.gpu import devices_of
 from nanovllm.stats.summary import counted, short
 from nanovllm.tune.halving import Failed, Measure, Measured, Search
 from nanovllm.tune.sample import job_arguments, write_sample
-from nanovllm.tune.settings import Machine, Setting, changes_answers, flags_of, settings
+from nanovllm.tune.settings import LEAST_ROWS, Machine, Setting, changes_answers, flags_of, settings
 from nanovllm.tune.trial import Trials
 
 _HEAD = ("setting", "rows", "rows/s", "tok/s read", "written", "against own", "loading")
@@ -45,6 +45,11 @@ def tune(
     with tempfile.TemporaryDirectory(prefix="nanovllm-tune-") as folder:
         sample = Path(folder, "sample.jsonl")
         num_kept, num_rows = write_sample(args, sample)
+        if num_kept < LEAST_ROWS:
+            raise JobRefusedError(
+                f"{counted(num_kept, 'row')} that can be read would not tell which setting is faster; give "
+                f"{LEAST_ROWS} or more"
+            )
         trials = Trials(job_arguments(args, sample, Path(folder, "out.jsonl")), machine.warms_up)
         run = trials.measure if measure is None else measure
         # As many sequences as rows, or more, are what the job's own setting has.

@@ -15,7 +15,7 @@ _SEQS = {"cpu": (8, 32, 128), "cuda": (128, 256, 512)}  # beside the default, 1,
 _TOKENS = {"cpu": (256, 1024), "cuda": (4096, 8192, 32768)}  # beside the default; a CPU's is 2,048
 _QUANTISED = {"cpu": ("int8", "int4"), "cuda": ("fp8",)}
 _CACHES = {"cpu": (), "cuda": ("fp8",)}
-_LEAST_ROWS = 32  # of a trial: fewer say nothing
+LEAST_ROWS = 32  # of a trial: fewer say nothing
 CHANGES_ANSWERS = ("quantization", "kv_cache_dtype")
 
 
@@ -76,7 +76,7 @@ def _splits(machine: Machine, given: Mapping[str, Any]) -> Iterator[Setting]:
 def least_rows(setting: Setting) -> int:
     """The rows of a trial that shows what a setting does: twice as many as run at once, so that most of the
     time as many do run."""
-    return max(_LEAST_ROWS, 2 * int(dict(setting).get("max_num_seqs", 0)))
+    return max(LEAST_ROWS, 2 * int(dict(setting).get("max_num_seqs", 0)))
 
 
 def changes_answers(setting: Setting) -> bool:

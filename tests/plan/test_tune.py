@@ -12,6 +12,7 @@ import pytest
 from jobs import write_rows
 
 from nanovllm import demo_model_path
+from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.main import parse_args
 from nanovllm.tune.command import command_of, tune
 from nanovllm.tune.halving import Failed, Measured, Outcome, Search
@@ -338,6 +339,16 @@ def test_the_job_s_own_settings_fail_in_the_table(
     assert "failed: it is full" in rest and "is the fastest of those that ran\n" in rest
     assert "times the job's own" not in rest
     assert {line.split()[-3] for line in table.splitlines()[1:] if line} == {"-"}
+
+
+def test_few_rows_tell_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(cost)
+    with pytest.raises(
+        JobRefusedError, match=r"^31 rows that can be read would not tell .*; give 32 or more$"
+    ):
+        run_tune(tmp_path, bench, num_rows=31)
+    assert not bench.calls
+    assert run_tune(tmp_path, bench, num_rows=32) == 0 and bench.calls
 
 
 def test_a_wrong_command_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
