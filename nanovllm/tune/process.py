@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -80,6 +81,7 @@ def run_trial(job: dict[str, Any], warm_up: bool, said: str, sender: Connection)
     """
     torch.set_num_threads(_NUM_THREADS)
     os.setsid()  # Ctrl-C reaches the command alone, which ends this process with its workers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which SIGTERM raises in a job
     try:
         output = os.open(said, os.O_WRONLY)
     except FileNotFoundError:  # the command ended while this process was made

@@ -26,6 +26,9 @@ _FORKS = get_context("forkserver")
 # What trials import, and takes long: this package, and what an engine imports of others. None uses a device.
 PRELOADED = (run_trial.__module__, "transformers.models.auto.tokenization_auto", "triton")
 LEAVE_SECONDS = 60.0  # in which a trial must end after its reply
+CLOSE_SECONDS = 10.0  # in which a trial that is asked to end must have closed its engine
+WORKER_SECONDS = 5.0  # in which its workers must see that it was killed
+_POLL_SECONDS = 0.02
 _NOISE = ("Traceback", " ", "nanovllm: loading")  # beginnings of lines that are no reason
 
 
@@ -83,13 +86,29 @@ def _started(arguments: tuple[object, ...]) -> BaseProcess:
 
 
 def _end(process: BaseProcess) -> None:
-    """End a trial, if it runs, and the processes that it started."""
+    """End a trial, if it runs, and the processes that it started.
+
+    A trial that is asked closes its engine. Of one that does not answer, the workers see that it is gone, and
+    remove what it owned. All that is left after that is killed.
+    """
     if process.pid is None:
         return
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join()
+    try:
+        process.terminate()
+        process.join(CLOSE_SECONDS)
+        process.kill()
+        process.join()
+        until = time.monotonic() + WORKER_SECONDS
+        while time.monotonic() < until:
+            os.killpg(process.pid, 0)
+            time.sleep(_POLL_SECONDS)
+    except ProcessLookupError:  # nothing is left
+        return
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
 
 
 def _reason(err: str, code: int | None) -> str:

@@ -9,6 +9,7 @@ import sys
 import time
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,8 @@ from nanovllm import demo_model_path
 from nanovllm.errors import EngineClosedError
 from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.run import run
+from nanovllm.parallel import channel
+from nanovllm.parallel.rendezvous import SHARED_MEMORY
 from nanovllm.tune import trial
 from nanovllm.tune.halving import Failed, Measured
 from nanovllm.tune.process import Timed, run_trial
@@ -30,9 +33,10 @@ from nanovllm.tune.trial import Trials
 HANG_SECONDS = 500.0
 
 
-def trials_of(tmp_path: Path, rows: list[object], warm_up: bool = False) -> Trials:
+def trials_of(tmp_path: Path, rows: list[object], *more: object, warm_up: bool = False) -> Trials:
     source = write_rows(tmp_path / "rows.jsonl", rows)
-    args = parse_args(["tune", demo_model_path(), str(source), "--sampling", "temperature=0,max_tokens=4"])
+    flags = ["--sampling", "temperature=0,max_tokens=4", *map(str, more)]
+    args = parse_args(["tune", demo_model_path(), str(source), *flags])
     write_sample(args, tmp_path / "sample.jsonl")
     return Trials(job_arguments(args, tmp_path / "sample.jsonl", tmp_path / "out.jsonl"), warm_up)
 
@@ -123,6 +127,29 @@ def start_another(job: dict[str, Any], warm_up: bool, said: str, sender: Connect
         time.sleep(1)
 
 
+class NotedMemory(SharedMemory):
+    """Writes its path, and the pattern of its process's folders, into the file `note`."""
+
+    note: Path
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        own = (Path(SHARED_MEMORY, self.name), Path(SHARED_MEMORY, f"nanovllm-{os.getpid()}-*"))
+        self.note.write_text("".join(f"{each}\n" for each in own))
+
+
+def note_memory(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> None:
+    NotedMemory.note = Path(job["output"]).with_name("note")
+    channel.SharedMemory = NotedMemory  # type: ignore[misc]
+    run_trial(job, said, sender)
+
+
+def note_memory_and_stay(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> None:
+    """Is deaf to what asks it to end."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    note_memory(job, said, sender)
+
+
 def test_a_trial_has_the_threads_of_a_fresh_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though other forks of a process with the CPU's kernels have one."""
     trials = trials_of(tmp_path, [{"prompt": "a"}])
@@ -173,6 +200,7 @@ def test_a_trial_that_hangs_after_its_reply_is_ended(tmp_path: Path, monkeypatch
 def test_what_a_late_trial_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trials = trials_of(tmp_path, [{"prompt": "a"}])
     monkeypatch.setattr(trial, "run_trial", start_another)
+    monkeypatch.setattr(trial, "WORKER_SECONDS", 0.5)
     started = tmp_path / "out.jsonl"
     for seconds in (1.0, 4.0, 16.0, 64.0, HANG_SECONDS):  # until the process was fast enough to start another
         found = trials.measure((), 1, seconds)
@@ -184,6 +212,28 @@ def test_what_a_late_trial_has_started_ends_with_it(tmp_path: Path, monkeypatch:
     while Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
         assert time.monotonic() < deadline, "it runs on"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("run", [note_memory, note_memory_and_stay])
+def test_a_late_trial_of_two_ranks_leaves_no_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
+) -> None:
+    """One that answers frees what it has; of one that does not its worker removes the folder where they met,
+    and Python the memory when this process ends."""
+    more = ("--device", "cpu", "--tensor-parallel-size", 2, "--sampling", "max_tokens=9999,ignore_eos=true")
+    trials = trials_of(tmp_path, [{"prompt": "a"}], *more)
+    monkeypatch.setattr(trial, "run_trial", run)
+    monkeypatch.setattr(trial, "CLOSE_SECONDS", 1.0 if run is note_memory_and_stay else HANG_SECONDS)
+    monkeypatch.setattr(trial, "WORKER_SECONDS", HANG_SECONDS)
+    note = tmp_path / "note"
+    seconds = 2.0
+    while not note.exists():  # until the process was fast enough
+        found = trials.measure((), 1, seconds)
+        assert isinstance(found, Failed) and found.is_late
+        seconds *= 2
+    memory, folders = map(Path, note.read_text().splitlines())
+    assert not list(folders.parent.glob(folders.name))
+    assert memory.exists() == (run is note_memory_and_stay)
 
 
 BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []), flush=True)"
