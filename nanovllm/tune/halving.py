@@ -2,8 +2,8 @@
 
 Every setting runs three times, the faster half again, and so on; the last ones several times on more rows (K.
 Jamieson and A. Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS
-2016). On a quiet machine, where two passes agree, two tell the last ones. Asks a function to measure, and a
-clock; knows neither models nor processes.
+2016). Where two passes are so alike that chance costs less than 2 %, two tell the last ones. Asks a function
+to measure, and a clock; knows neither models nor processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, variance
 from typing import NamedTuple, TypeAlias
 
 from nanovllm.tune.settings import Setting, least_rows
@@ -21,7 +21,7 @@ _PROBE_SHARE = 0.05  # of the time, for the second one
 FINALISTS = 3  # beside the job's own setting
 _PASSES = 3  # of a round: so often each setting runs
 _QUIET_PASSES = 2  # of the only round of a quiet machine
-_AGREE = 1.02  # passes agree where no setting's gain differs by more: chance then costs less than that
+_CHANCE = 0.02  # two standard errors of a gain, at most, on such a machine
 _REPEATS, _MOST_REPEATS = 3, 7  # of the finalists: planned, and while two of them are close
 _SLOWER = 3.0  # than the best so far, for each row: such a trial is cut off
 _SPARE_SECONDS = 20.0  # of a trial, for a start that takes longer than the first one
@@ -34,15 +34,15 @@ _CLOSE = 1.03  # finalists that differ by less are tried once more, if there is 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A trial that ran. seconds: from the loaded model to the last row, of the pass that counts. warming: of
-    the pass before it. loading: the others, of its process. read, written: tokens."""
+    """A trial that ran. seconds: from the loaded model to the last row, of the pass that counts. others: of
+    its other passes. loading: the rest, of its process. read, written: tokens."""
 
     rows: int
     seconds: float
     loading: float
     read: int
     written: int
-    warming: float = 0.0
+    others: float = 0.0
 
     @property
     def seconds_per_row(self) -> float:
@@ -50,8 +50,8 @@ class Measured:
 
     @property
     def running(self) -> float:
-        """Seconds of both passes."""
-        return self.warming + self.seconds
+        """Seconds of all passes."""
+        return self.others + self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +139,26 @@ class Search:
             while self._pass - before < _PASSES and not self._is_quiet:
                 if not self._try_all(rows):
                     return False
-                self._is_quiet = self._pass - before >= _QUIET_PASSES and self._agree(before)
+                self._is_quiet = self._pass - before >= _QUIET_PASSES and self._chance(before) <= _CHANCE
             ranked = sorted(self._alive, key=lambda each: -(self.gain(each) or 0.0))
             self._alive = ranked[: FINALISTS if self._is_quiet else max(FINALISTS, len(ranked) // 2)]
         return True
 
-    def _agree(self, before: int) -> bool:
-        """Whether each setting that is left gained about the same in every pass after pass `before`."""
+    def _chance(self, before: int) -> float:
+        """Two standard errors of the gains in the passes after pass `before`, which all settings that are
+        left share: by how much one may seem faster than it is."""
         own = self._runs.get(self.settings[0], {})
+        squares, free, fewest = 0.0, 0, math.inf
         for setting in self._alive:
-            gains = [own[number] / took for number, took in self._runs[setting].items() if number in own]
-            gains = gains[before - self._pass :]
-            if len(gains) < _QUIET_PASSES or max(gains) > _AGREE * min(gains):
-                return False
-        return True
+            runs = self._runs[setting]
+            gains = [
+                math.log(own[each] / took) for each, took in runs.items() if each > before and each in own
+            ]
+            fewest = min(fewest, len(gains))
+            if len(gains) > 1:
+                squares += variance(gains) * (len(gains) - 1)
+                free += len(gains) - 1
+        return 2 * math.sqrt(squares / free / fewest) if free and fewest else math.inf
 
     @property
     def left_out(self) -> list[Setting]:
@@ -248,7 +254,7 @@ class Search:
                 for setting in self._alive:
                     runs = self._runs[setting]
                     self._runs[setting] = {each: took for each, took in runs.items() if each > before}
-            if number + 1 >= _REPEATS and (self._agree(before) or not self._are_close()):
+            if number + 1 >= _REPEATS and (self._chance(before) <= _CHANCE or not self._are_close()):
                 return
 
     def _are_close(self) -> bool:

@@ -18,7 +18,7 @@ from nanovllm.jobs.errors import JobRefusedError
 from nanovllm.jobs.job import find_files, open_job
 from nanovllm.jobs.output import to_text
 
-MOST_ROWS = 2048
+MOST_ROWS = 8192
 
 
 def write_sample(args: argparse.Namespace, path: Path) -> tuple[int, int]:

@@ -36,8 +36,8 @@ class Trials:
     """Runs settings on the first rows of a sample."""
 
     def __init__(self, job: Mapping[str, Any], warm_up: bool) -> None:
-        """job: arguments of `nanovllm run`, as JSON. warm_up: whether a trial runs it twice; the second pass
-        counts."""
+        """job: arguments of `nanovllm run`, as JSON. warm_up: whether a trial runs it again; the median of
+        these passes counts."""
         self._job, self._warm_up = job, warm_up
         _FORKS.set_forkserver_preload(list(PRELOADED))
 
@@ -63,9 +63,9 @@ class Trials:
                 return Failed(_reason(said.read(), process.exitcode))
         if "error" in reply:
             return Failed(reply["error"])
-        took, warming = reply["seconds"], reply["warming"]
-        loading = seconds - took - warming
-        return Measured(reply["rows"], took, loading, reply["read"], reply["written"], warming)
+        took, others = reply["seconds"], reply["others"]
+        loading = seconds - took - others
+        return Measured(reply["rows"], took, loading, reply["read"], reply["written"], others)
 
 
 def _started(arguments: tuple[object, ...]) -> BaseProcess:

@@ -53,14 +53,14 @@ def test_a_trial_counts_rows_and_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [(), (("data_parallel_size", 2),)], ids=["one", "replicas"])
-def test_a_trial_that_warms_up_counts_its_second_pass(tmp_path: Path, options: Setting) -> None:
-    """Which finds nothing of the first one in the cache of prefixes."""
+def test_a_trial_that_warms_up_counts_its_later_passes(tmp_path: Path, options: Setting) -> None:
+    """Which find nothing of the first one in the cache of prefixes."""
     rows = [{"prompt": f"What is {number} + 3?"} for number in range(20)]
     cold, warm = (
-        trials_of(tmp_path, rows, each).measure(options, 20, HANG_SECONDS) for each in (False, True)
+        trials_of(tmp_path, rows, warm_up=each).measure(options, 20, HANG_SECONDS) for each in (False, True)
     )
     assert isinstance(cold, Measured) and isinstance(warm, Measured)
-    assert cold.warming == 0.0 and warm.warming > 0 and warm.running > warm.warming
+    assert cold.others == 0.0 and warm.others > 0 and warm.running > warm.others
     assert (warm.rows, warm.read, warm.written) == (cold.rows, cold.read, cold.written)
     refused = trials_of(tmp_path, rows, warm_up=True).measure(
         (("num_kvcache_blocks", 10**9),), 5, HANG_SECONDS
@@ -115,7 +115,7 @@ def kill_itself(job: dict[str, Any], warm_up: bool, said: str, sender: Connectio
 def reply_and_stay(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> None:
     os.setsid()
     Path(job["output"]).write_text(str(os.getpid()))
-    sender.send({"rows": 1, "seconds": 0.5, "read": 2, "written": 3, "warming": 0.25})
+    sender.send({"rows": 1, "seconds": 0.5, "read": 2, "written": 3, "others": 0.25})
     time.sleep(2 * HANG_SECONDS)
 
 
@@ -141,13 +141,13 @@ class NotedMemory(SharedMemory):
 def note_memory(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> None:
     NotedMemory.note = Path(job["output"]).with_name("note")
     channel.SharedMemory = NotedMemory  # type: ignore[misc]
-    run_trial(job, said, sender)
+    run_trial(job, warm_up, said, sender)
 
 
 def note_memory_and_stay(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> None:
     """Is deaf to what asks it to end."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    note_memory(job, said, sender)
+    note_memory(job, warm_up, said, sender)
 
 
 def test_a_trial_has_the_threads_of_a_fresh_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
