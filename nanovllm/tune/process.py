@@ -83,13 +83,13 @@ def run_trial(job: dict[str, Any], warm_up: bool, said: str, sender: Connection)
     """
     torch.set_num_threads(_NUM_THREADS)
     os.setsid()  # Ctrl-C reaches the command alone, which ends this process with its workers
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which SIGTERM raises in a job
     try:
         output = os.open(said, os.O_WRONLY)
     except FileNotFoundError:  # the command ended while this process was made
         return
     os.dup2(output, 1)
     os.dup2(output, 2)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which SIGTERM raises in a job
     sender.send(_measured(job, warm_up))
 
 
@@ -104,10 +104,10 @@ def _measured(job: dict[str, Any], warm_up: bool) -> dict[str, Any]:
         while len(took) < _PASSES and sum(took) < _ENOUGH and "error" not in reply:
             reply = _passed(job, timed, timed.again)
             took.append(reply.get("seconds", 0.0))
+        if "error" in reply:
+            return reply
         middle = median(took)
-        return (
-            reply if "error" in reply else reply | {"seconds": middle, "others": warming + sum(took) - middle}
-        )
+        return reply | {"seconds": middle, "others": warming + sum(took) - middle}
     finally:
         timed.close()
 

@@ -112,6 +112,12 @@ def kill_itself(job: dict[str, Any], warm_up: bool, said: str, sender: Connectio
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def interrupt_itself(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> None:
+    """As Ctrl-C in a terminal does before the trial has left the session of its command."""
+    os.kill(os.getpid(), signal.SIGINT)
+    run_trial(job, warm_up, said, sender)
+
+
 def reply_and_stay(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> None:
     os.setsid()
     Path(job["output"]).write_text(str(os.getpid()))
@@ -186,6 +192,8 @@ def test_why_a_trial_ended_without_a_reply(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(trial, "run_trial", kill_itself)
     killed = trials.measure((), 1, HANG_SECONDS)
     assert isinstance(killed, Failed) and "memory of this machine was full" in killed.reason
+    monkeypatch.setattr(trial, "run_trial", interrupt_itself)
+    assert trials.measure((), 1, HANG_SECONDS) == Failed("KeyboardInterrupt")  # which no terminal shows
 
 
 def test_a_trial_that_hangs_after_its_reply_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
