@@ -20,19 +20,19 @@ def check_scheduler(scheduler: Scheduler) -> None:
     """Check every invariant of the queues, the slots and the blocks."""
     state = inside.scheduler_state(scheduler)
     ending = list(scheduler.ending.values())
-    check_blocks(scheduler.block_manager, [*scheduler.running, *ending])
-    slots = [seq.slot for seq in scheduler.running]
+    check_blocks(scheduler.block_manager, [*scheduler.running.values(), *ending])
+    slots = [seq.slot for seq in scheduler.running.values()]
     assert sorted(slots + state.free_slots) == list(range(scheduler.max_num_seqs)), "slots drifted"
-    queued = sorted(seq.seq_id for seq in [*scheduler.waiting, *scheduler.running, *ending])
+    queued = sorted(seq.seq_id for seq in [*scheduler.waiting, *scheduler.running.values(), *ending])
     assert queued == sorted(state.unfinished), "a request is lost or queued twice"
     for seq in scheduler.waiting:
         assert seq.status is SequenceStatus.WAITING and not seq.tables and seq.slot == NO_SLOT, seq
-    for seq in [*scheduler.running, *ending]:
+    for seq in [*scheduler.running.values(), *ending]:
         assert seq.capacity == len(seq.tables[0]) * scheduler.block_manager.block_size, seq
     for seq in ending:
         assert seq.status is SequenceStatus.ENDING and seq.slot == NO_SLOT, seq
         assert seq.num_tokens == seq.max_tokens_total, f"{seq} is not complete"
-    for seq in scheduler.running:
+    for seq in scheduler.running.values():
         assert seq.status is SequenceStatus.RUNNING and seq.num_computed_tokens <= seq.num_tokens, seq
         assert seq.num_computed_tokens <= len(seq.tables[0]) * scheduler.block_manager.block_size, seq
         for rows, table in zip(state.tables, seq.tables, strict=True):

@@ -22,7 +22,7 @@ from nanovllm.drafts.proposer import make_proposer
 from nanovllm.drafts.settings import DraftSettings
 from nanovllm.drafts.texts import Texts
 from nanovllm.plan.scheduler import Scheduler
-from nanovllm.plan.sequence import Room, Sequence
+from nanovllm.plan.sequence import Room, Sequence, SequenceStatus
 
 
 class _Plan(NamedTuple):
@@ -61,12 +61,12 @@ class DraftingScheduler(Scheduler):
     # -- before a step -----------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
-        if self._drafting and any(seq.num_pending_tokens for seq in self.running):
+        if self._drafting and any(seq.num_pending_tokens for seq in self.running.values()):
             return None
         return super().schedule()
 
     def _schedule_decode(self) -> Batch | None:
-        is_ahead = any(seq.num_pending_tokens for seq in self.running)
+        is_ahead = any(seq.num_pending_tokens for seq in self.running.values())
         self._runs_ahead |= is_ahead
         planned = None if is_ahead else self._plan()
         self._drafting = planned is not None and any(drafts for _, drafts in planned)
@@ -102,10 +102,9 @@ class DraftingScheduler(Scheduler):
     def _with_room(self) -> list[Sequence]:
         """The running sequences, each with room for its next token, longest first."""
         seqs: list[Sequence] = []
-        index = 0
-        while index < len(self.running):  # preemption shortens the list from its end
-            seq = self.running[index]
-            index += 1
+        for seq in [*self.running.values()]:
+            if seq.status is not SequenceStatus.RUNNING:
+                break  # preempted, and so are those after it
             if seq.num_tokens <= seq.capacity or self._grow(seq):
                 seqs.append(seq)
         return sorted(seqs, key=lambda seq: -seq.num_tokens)
@@ -221,7 +220,7 @@ class DraftingScheduler(Scheduler):
 
     def _decoding(self) -> list[Sequence]:
         """The running sequences that have an output."""
-        return [seq for seq in self.running if seq.output_ids]
+        return [seq for seq in self.running.values() if seq.output_ids]
 
     def _finish(self, seq: Sequence, reason: str, reasons: dict[int, str]) -> None:
         super()._finish(seq, reason, reasons)

@@ -53,7 +53,7 @@ class Requests:
         outputs say which experts computed their tokens."""
         self.processor = processor
         self._seed, self._keeps_experts = seed, keeps_experts
-        self._plain: SamplingParams | None = None  # parameters without extras; the next are mostly the same
+        self._last: tuple[SamplingParams | None, bool] = None, False  # whether it asks; mostly also the next
         self._seq_ids = count()
         self._states: dict[str, RequestState] = {}  # by request id
         self._owners: dict[int, RequestState] = {}  # by id of each unfinished sequence
@@ -86,14 +86,11 @@ class Requests:
     def _extras(self, request: Request, index: int) -> Any:
         """What a sequence asks for besides tokens, of the door; None for most."""
         params = request.params
-        if params is not self._plain:
+        if params is not self._last[0]:
             penalised = any(getattr(params, name) != each.neutral for name, each in PENALTIES.items())
-            if penalised or has_extras(params):
-                return _EXTRAS["sequence"](request, index, self.processor.eos_token_ids)
-            self._plain = params
-        if self._keeps_experts or request.first_scored is not None or request.pooling is not None:
-            return _EXTRAS["sequence"](request, index, self.processor.eos_token_ids)
-        return None
+            self._last = params, penalised or has_extras(params)
+        asks = self._last[1] or request.first_scored is not None or request.pooling is not None
+        return _EXTRAS["sequence"](request, index, self.processor) if asks or self._keeps_experts else None
 
     def add(self, request: Request, sequences: list[Sequence], arrival: float) -> None:
         """Keep a request, which arrived at `arrival`, until all of its sequences have ended."""

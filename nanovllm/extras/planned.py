@@ -36,6 +36,7 @@ from nanovllm.extras.token_rules import (
 )
 from nanovllm.plan.sequence import Sequence
 from nanovllm.reasoning.budget import ThinkingBudget
+from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Request
 
 _NO_TOKENS = np.empty(0, np.int64)
@@ -66,10 +67,10 @@ class SequenceExtras:
     routed: list[tuple[int, np.ndarray]] = field(default_factory=list)  # experts from a position on, in parts
 
     @classmethod
-    def of(cls, request: Request, index: int, eos_token_ids: Iterable[int]) -> SequenceExtras:
-        """What completion `index` asks for. eos_token_ids: the model's."""
+    def of(cls, request: Request, index: int, processor: Processor) -> SequenceExtras:
+        """What completion `index` asks for."""
         params = request.params
-        rules = make_rules(request, eos_token_ids)
+        rules = make_rules(request, processor.eos_token_ids if params.min_tokens else ())
         penalties = tuple([getattr(params, name) for name in PENALTIES])
         num_logprobs = NO_LOGPROBS if params.logprobs is None else num_likeliest(params.logprobs)
         bias = None
@@ -292,19 +293,24 @@ def keep(batch: Batch, output: StepOutput[np.ndarray], seqs: dict[int, Sequence]
     ]
 
 
-def forced_ends(batch: Batch, seqs: dict[int, Sequence]) -> list[tuple[int, int, bool]]:
-    """The tokens that no step need draw, after a step that was read: the forced ends of its sequences, as
-    rows of `Scheduler._take_in`. seqs: those that are unfinished, by row."""
+def forced_ends(batch: Batch, seqs: dict[int, Sequence]) -> list[tuple[Sequence, tuple[int, ...]]]:
+    """The tokens that no step need draw, after a step that was read: the forced ends of its sequences, each
+    up to the token that ends it. seqs: those that are unfinished, by row."""
     if len({*batch.seq_ids}) < len(batch.seq_ids):  # a step with drafts: its tokens are counted by their rows
         return []
-    ended: list[tuple[int, int, bool]] = []
+    ended: list[tuple[Sequence, tuple[int, ...]]] = []
     for row, seq in seqs.items():
         extras = seq.extras
         if extras is None or extras.ender is None or extras.routed or not batch.draws[row]:
             continue
         token_ids = extras.ender.forced_end(seq.output_ids)
-        seq.num_pending_tokens += len(token_ids)
-        ended += [(seq.seq_id, token_id, True) for token_id in token_ids]
+        if not token_ids:
+            continue
+        token_ids = token_ids[: seq.max_tokens_total - seq.num_known_tokens]
+        if not seq.stop_ids.isdisjoint(token_ids[:-1]):
+            first = next(place for place, token_id in enumerate(token_ids) if token_id in seq.stop_ids)
+            token_ids = token_ids[: first + 1]
+        ended.append((seq, token_ids))
     return ended
 
 

@@ -52,7 +52,7 @@ class Scheduler:
         self.room = room
         self.waiting: deque[Sequence] = deque()
         self.block_manager.coming = self.waiting
-        self.running: list[Sequence] = []  # oldest first
+        self.running: dict[int, Sequence] = {}  # by id, oldest first
         # Those whose last token a launched step draws, by id: they keep their blocks, and no slot.
         self.ending: dict[int, Sequence] = {}
         self.num_preemptions = 0  # in total
@@ -112,7 +112,11 @@ class Scheduler:
         for column, token_ids in enumerate(output.token_ids.T.tolist()):  # 0: first tokens
             self._take_in(zip(batch.seq_ids, token_ids, (batch.draws > column).tolist(), strict=True), events)
         if batch.extras.has_rules:
-            self._take_in(_EXTRAS["forced_ends"](batch, self._sequences(batch)), events)
+            for seq, token_ids in _EXTRAS["forced_ends"](batch, self._sequences(batch)):
+                seq.end_with(token_ids)
+                events.seq_ids.extend([seq.seq_id] * len(token_ids))
+                events.token_ids.extend(token_ids)
+                self._finish(seq, "length" if seq.stop_reason is None else "stop", events.finish_reasons)
         return events
 
     def masks(self, batch: Batch, buffer: np.ndarray) -> object:
@@ -137,10 +141,9 @@ class Scheduler:
             if seq is None or not drawn:  # a surplus row, or a chunk that is not the last of its prompt
                 continue
             seq.num_pending_tokens -= 1
-            if token_id == NOT_DRAWN:
-                continue
             if token_id == NOT_FINITE:
                 self._finish(seq, "error", events.finish_reasons)
+            if token_id in (NOT_FINITE, NOT_DRAWN):
                 continue
             seq.append(token_id)
             events.seq_ids.append(seq_id)
@@ -214,11 +217,11 @@ class Scheduler:
         assert not seq.num_pending_tokens, "a preempted sequence's last token is known one step later"
         spare = len(self.running) * (3 if first else 2) // 4
         if not self._share_outputs and (self.running or self.ending):
-            spare = sum(map(self.block_manager.num_coming, [*self.running, seq]))
+            spare = sum(map(self.block_manager.num_coming, [*self.running.values(), seq]))
         if not self.block_manager.allocate(seq, spare):
             return None
         self.waiting.popleft()
-        self.running.append(seq)
+        self.running[seq.seq_id] = seq
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
         if seq.num_cached_tokens is None:
@@ -230,13 +233,12 @@ class Scheduler:
     def _schedule_decode(self) -> Batch | None:
         seqs: list[Sequence] = []
         context_lens: list[int] = []
-        index = 0
-        while index < len(self.running):  # preemption shortens the list from its end
-            seq = self.running[index]
-            index += 1
+        for seq in [*self.running.values()]:
+            if seq.status is not SequenceStatus.RUNNING:
+                break  # preempted, and so are those after it
             num_tokens = seq.num_known_tokens + seq.num_pending_tokens
             if num_tokens > seq.capacity and not self._grow(seq):
-                continue
+                break
             seq.num_computed_tokens = num_tokens
             seq.num_pending_tokens += 1
             seqs.append(seq)
@@ -260,20 +262,17 @@ class Scheduler:
     def _retire(self, seqs: list[Sequence]) -> None:
         """Give the slots of the sequences that the planned step completes to those that follow, so that the
         next step need not wait until this one is read. Their blocks are freed when it is."""
-        ended = [seq for seq in seqs if seq.num_tokens >= seq.max_tokens_total and seq is not self.prefilling]
-        if not ended:
-            return
-        self.ending |= {seq.seq_id: seq for seq in ended}
-        self.running = [seq for seq in self.running if seq.seq_id not in self.ending]
-        for seq in ended:
-            seq.status = SequenceStatus.ENDING
-            self._free_slot(seq)
+        for seq in seqs:
+            if seq.num_tokens >= seq.max_tokens_total and seq is not self.prefilling:
+                self.ending[seq.seq_id] = self.running.pop(seq.seq_id)
+                seq.status = SequenceStatus.ENDING
+                self._free_slot(seq)
 
     def _grow(self, seq: Sequence) -> bool:
         """Give `seq` the block it needs; if none is free, preempt the newest sequences. False if `seq` itself
         was preempted."""
         while not self.block_manager.extend(seq, seq.num_tokens):
-            victim = self.running[-1]
+            victim = next(reversed(self.running.values()))
             self._release(victim)
             victim.status = SequenceStatus.WAITING
             victim.num_preemptions += 1
@@ -302,7 +301,7 @@ class Scheduler:
         """Free a running sequence's blocks and slot."""
         if seq is self.prefilling:
             self.prefilling = None
-        self.running.remove(seq)
+        del self.running[seq.seq_id]
         self.block_manager.free(seq)
         self._free_slot(seq)
 

@@ -67,6 +67,13 @@ class Sequence:
         self.output_ids.append(token_id)
         self.num_known_tokens += 1
 
+    def end_with(self, token_ids: tuple[int, ...]) -> None:
+        """Add the last tokens of the output."""
+        self.output_ids.extend(token_ids)
+        self.num_known_tokens += len(token_ids)
+        if token_ids[-1] in self.stop_ids:
+            self.stop_reason = token_ids[-1]
+
     def token_bytes(self, start: int, end: int) -> bytes:
         """The known tokens [start, end) as int32."""
         of_prompt = self.num_prompt_tokens

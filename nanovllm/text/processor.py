@@ -239,10 +239,8 @@ class Processor:
 
     def _is_eos(self, token_id: int, params: SamplingParams) -> bool:
         """Whether `token_id` is the model's own end-of-sequence token: the tokenizer's, or its only one."""
-        all_eos = self.eos_token_ids
-        only = all_eos[0] if len(all_eos) == 1 else None
-        eos = only if self.tokenizer is None else self.tokenizer.eos_token_id
-        return token_id == eos and eos in all_eos and _ends_with_eos(params)
+        eos = self.own_eos if self.tokenizer is None else [self.tokenizer.eos_token_id]
+        return eos == [token_id] and _ends_with_eos(params)
 
 
 def _ends_with_eos(params: SamplingParams) -> bool:

@@ -41,7 +41,9 @@ class Brute:
     def allocate(self, seq: Sequence, spare: int = 0) -> bool:
         prompt = list(seq.token_ids)
         most = len(prompt) - 1 if seq.extras is None else seq.extras.most_cached(len(prompt) - 1)
-        running = [each.token_ids for each in (*self._scheduler.running, *self._scheduler.ending.values())]
+        running = [
+            each.token_ids for each in (*self._scheduler.running.values(), *self._scheduler.ending.values())
+        ]
         least, top = (
             min(most, max((common(prompt, each) for each in held), default=0))
             for held in (self.held, self.held + running)

@@ -21,6 +21,7 @@ from nanovllm.batch import NOT_DRAWN, NOT_FINITE, StepKind, StepOutput
 from nanovllm.extras.planned import SequenceExtras, extras_of
 from nanovllm.plan.sequence import Room, SamplingTable, Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.processor import Processor
 from nanovllm.text.prompts import Request
 
 PROMPTS = st.lists(
@@ -176,7 +177,7 @@ def test_several_tokens_of_a_row() -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         loop.scheduler.add(make_sequence(i, [i + 1] * 5, params))
     batch = replace(loop.scheduler.schedule(), draws=np.full(3, 3, np.int32))
-    running = list(loop.scheduler.running)
+    running = list(loop.scheduler.running.values())
     for seq in running:
         seq.num_pending_tokens = 3
     output = StepOutput(np.array([[10, 11, 12], [13, NOT_DRAWN, NOT_DRAWN], [16, 17, 18]]))
@@ -333,7 +334,7 @@ def test_a_slot_has_the_parameters_of_its_last_sequence() -> None:
         seq = Sequence(seed, array("i", [5, 6]), params, seed)
         if params is biased:
             request = Request(seed, None, seq.prompt_ids, params, frozenset(), (), None)
-            seq.extras = SequenceExtras.of(request, 0, ())
+            seq.extras = SequenceExtras.of(request, 0, Processor(None, 8, []))
         seq.slot = seed % 2
         table.set(seq)
         columns, extras = table.take(np.array([seq.slot]), np.array([2])), extras_of([seq], one, one)
