@@ -19,6 +19,7 @@ from nanovllm.extras.columns import (
     BatchExtras,
     ExtraOutput,
     LogitBias,
+    LogitsProcessor,
     Penalties,
     ScoredTokens,
     TokenLogprobs,
@@ -57,7 +58,8 @@ class SequenceExtras:
     bias: tuple[np.ndarray, np.ndarray] | None  # token ids and biases
     num_logprobs: int  # likeliest tokens of each drawn one, or NO_LOGPROBS
     asked_ids: list[int]  # the tokens of `logprob_token_ids`
-    ender: Grammar | None = None  # its only rule, if nothing is asked of the tokens of a forced end
+    form: Grammar | None = None  # its only rule, if that is a grammar
+    ender: Grammar | None = None  # the same, if nothing is asked of the tokens of a forced end
     sleeper: ThinkingBudget | None = None  # its only rule, if that says where it acts: `has_rules` changes
     wakes: int = 0  # the place in the output from which the sleeper must be asked
     counted: int | None = None  # the sequence's preemptions when penalties last counted its tokens
@@ -71,6 +73,7 @@ class SequenceExtras:
         """What completion `index` asks for."""
         params = request.params
         rules = make_rules(request, processor.eos_token_ids if params.min_tokens else ())
+        form = only_grammar(rules)
         penalties = tuple([getattr(params, name) for name in PENALTIES])
         num_logprobs = NO_LOGPROBS if params.logprobs is None else num_likeliest(params.logprobs)
         bias = None
@@ -81,7 +84,8 @@ class SequenceExtras:
         return cls(
             prompt_ids=request.prompt_token_ids,
             rules=rules,
-            ender=None if is_asked or params.stop or params.logits_processors else only_grammar(rules),
+            form=form,
+            ender=None if is_asked or params.stop or params.logits_processors else form,
             has_rules=bool(rules or params.logits_processors),
             sleeper=None if params.logits_processors else only_budget(rules),
             next_wanted=_next_wanted(request) if index == 0 else None,
@@ -234,43 +238,37 @@ def _wanted(ranges: list[tuple[int, int, int, int]]) -> WantedTokens:
 
 def masks_of(batch: Batch, seqs: dict[int, Sequence], buffer: np.ndarray) -> TokenMasks:
     """As `Scheduler.masks`. seqs: the unfinished sequences, by row."""
-    rows = [
-        (row, seq, seq.extras)
-        for row, seq in seqs.items()
-        if batch.draws[row] and seq.extras is not None and seq.extras.has_rules
-    ]
+    draws = batch.draws.tolist()
     ruled: list[RuledRow] = []  # one for each mask
-    places: list[tuple[int, int]] = []  # rows, and their masks
+    rows: list[int] = []
+    numbers: list[int] = []  # of the mask of each of these rows
     known: dict[object, tuple[int, Grammar]] = {}  # masks, and whose they are, by what they depend on
     shared: list[tuple[Grammar, Grammar]] = []  # those that take the mask of another sequence, and that one
-    for row, seq, extras in rows:
+    processors: list[tuple[int, LogitsProcessor, list[int], list[int]]] = []
+    for row, seq in seqs.items():
+        extras = seq.extras
+        if extras is None or not extras.has_rules or not draws[row]:
+            continue
+        for function in seq.params.logits_processors or ():
+            prompt = seq.prompt_ids[: seq.num_prompt_tokens].tolist()
+            processors.append((row, function, prompt, seq.completion_token_ids))
         if not extras.rules:
             continue
-        number, grammar = len(ruled), only_grammar(extras.rules)
-        state = None if grammar is None else grammar.state(seq.output_ids)
-        if grammar is not None and state in known:
-            number, first = known[state]
-            shared.append((grammar, first))
-        else:
+        number, form = len(ruled), extras.form
+        if form is not None and (state := form.state(seq.output_ids)) is not None:
+            number, first = known.setdefault(state, (number, form))
+            if first is not form:
+                shared.append((form, first))
+        if number == len(ruled):
             ruled.append(RuledRow(number, extras.rules, seq.output_ids, 0))
-            if grammar is not None and state is not None:
-                known[state] = number, grammar
-        places.append((row, number))
+        rows.append(row)
+        numbers.append(number)
     bits = buffer[: len(ruled)]
     if ruled:
         restrict_all(ruled, bits)
-    for grammar, first in shared:
-        grammar.take_end(first)
-    return TokenMasks(
-        np.array([row for row, _ in places], np.int64),
-        np.array([number for _, number in places], np.int64),
-        bits,
-        tuple(
-            (row, function, seq.prompt_ids[: seq.num_prompt_tokens].tolist(), seq.completion_token_ids)
-            for row, seq, _ in rows
-            for function in seq.params.logits_processors or ()
-        ),
-    )
+    for form, first in shared:
+        form.dead_end = first.dead_end
+    return TokenMasks(np.array(rows, np.int64), np.array(numbers, np.int64), bits, tuple(processors))
 
 
 # -- after a step -------------------------------------------------------------------------------------------
@@ -298,10 +296,11 @@ def forced_ends(batch: Batch, seqs: dict[int, Sequence]) -> list[tuple[Sequence,
     up to the token that ends it. seqs: those that are unfinished, by row."""
     if len({*batch.seq_ids}) < len(batch.seq_ids):  # a step with drafts: its tokens are counted by their rows
         return []
+    draws = batch.draws.tolist()
     ended: list[tuple[Sequence, tuple[int, ...]]] = []
     for row, seq in seqs.items():
         extras = seq.extras
-        if extras is None or extras.ender is None or extras.routed or not batch.draws[row]:
+        if extras is None or extras.ender is None or extras.routed or not draws[row]:
             continue
         token_ids = extras.ender.forced_end(seq.output_ids)
         if not token_ids:

@@ -131,12 +131,13 @@ class Ends:
         if self._are_rare:
             return ()
         key = tuple(token_ids)
-        if key not in self._known:
+        found = self._known.get(key)
+        if found is None:
             if len(self._known) >= MOST_ENDS:
                 self._are_rare = not any(self._known.values())
                 self._known.clear()
-            self._known[key] = look()
-        return self._known[key]
+            found = self._known[key] = look()
+        return found
 
 
 class Matchers(Protocol):
@@ -287,15 +288,11 @@ class Grammar:
 
     def state(self, token_ids: Sequence[int]) -> object:
         """What the mask after an output depends on; None if it is unlikely that another output has the same.
-        Masks of equal states are equal."""
+        Masks of equal states are equal, so one row can take that of another. Its matcher consumes the tokens
+        later, if it ever has to."""
         if self._gate is not None or len(token_ids) > SHARED_TOKENS:
             return None
         return self._matchers, self._stop_ids, tuple(token_ids)
-
-    def take_end(self, other: Grammar) -> None:
-        """After `complete` of another one in the same state, whose mask this one takes. Its matcher consumes
-        the tokens later, if it ever has to."""
-        self._may_end, self.dead_end = other._may_end, other.dead_end
 
     def end(self, bits: np.ndarray) -> None:
         """If the text may end and other rules left no token, allow the stop tokens."""

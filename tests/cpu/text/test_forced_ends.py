@@ -14,6 +14,7 @@ from nanovllm.batch import StepKind
 FORMS: list[dict[str, Any]] = [
     {"choice": ["red", "green", "reddish"]},
     {"choice": ["positive and long", "negative", "neutral"]},
+    {"choice": ["a", "ab", "abc", "abcdefgh", "é\\n!", ""]},
     {"regex": "(yes|no|maybe)"},
     {"json": {"enum": [1, 12, "x"]}},
     {"regex": "[a-c]{3,6}"},
@@ -27,6 +28,12 @@ MORE: list[dict[str, Any]] = [
     {"stop": ["e"]},
     {"n": 3, "temperature": 1},
     {"max_tokens": 1},
+    {"max_tokens": 2},
+    {"max_tokens": 3, "stop_token_ids": [90]},
+    {"stop_token_ids": [71, 75, 81, 86]},  # e, i, o and t: within the ends of labels
+    {"logit_bias": {80: 4.0, 82: -2.0}},
+    {"bad_words": ["po"]},
+    {"presence_penalty": 1.5, "min_p": 0.01},
     {"repetition_penalty": 1.3, "ignore_eos": True},
     {"prompt_logprobs": 0},
     {"include_stop_str_in_output": True, "skip_special_tokens": False},
@@ -57,7 +64,7 @@ def rows_of(number: int) -> tuple[list[str], list[SamplingParams]]:
 def test_answers_are_those_of_which_every_token_is_computed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts, params = rows_of(88)
+    prompts, params = rows_of(len(FORMS) * len(MORE))
     found, rows, written = [], [], []
     for _ in range(2):
         with make(**ENGINES[name]) as llm:
@@ -104,6 +111,18 @@ def test_labels_that_differ_in_their_first_token_need_no_decode_step() -> None:
         for each in outputs:
             assert each["text"] in labels if most > 3 else len(each["token_ids"]) <= 3
             assert each["finish_reason"] == ("stop" if each["text"] in labels else "length")
+
+
+def test_a_forced_end_is_cut_by_a_stop_token_within_it() -> None:
+    form, letter = StructuredOutputsParams(choice=["aa and long", "bb and long"]), 78  # l
+    params = SamplingParams(structured_outputs=form, stop_token_ids=[letter], temperature=2, max_tokens=30)
+    with make(async_scheduling=False) as llm:
+        outputs = llm.generate([f"Question {n}:" for n in range(9)], params, use_tqdm=False)
+        assert {batch.kind for batch in llm.batches} == {StepKind.PREFILL}
+    for output in outputs:
+        [answer] = output.outputs
+        assert (answer.finish_reason, answer.stop_reason, answer.token_ids[-1]) == ("stop", letter, letter)
+        assert answer.text in ("aa and ", "bb and ")
 
 
 def test_parts_of_a_stream_have_all_tokens() -> None:
