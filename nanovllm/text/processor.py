@@ -131,8 +131,7 @@ class Processor:
         # A stop token is always in `token_ids`, but in the text only if requested.
         is_cut = finish_reason == "stop" and not request.params.include_stop_str_in_output
         text = self._text(request, token_ids[:-1] if is_cut else token_ids)
-        is_eos = stop_token is None or self._is_eos(stop_token, request.params)
-        stop_reason = None if is_eos else stop_token
+        stop_reason = None if stop_token is None or self._is_eos(stop_token, request.params) else stop_token
         return CompletionOutput(index, text, token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
 
     @cached_property
