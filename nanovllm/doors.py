@@ -168,7 +168,7 @@ ROPES = {
 RANKS = {"processes": "parallel.ranks:Ranks"}
 # What text needs of a model's files.
 TEXT = {
-    "long": "order.texts:Texts.of",  # a long list of strings as prompts, or None
+    "late": "order.ids:late_prompts",  # a list whose prompts are made late, or None
     "match_files": "formats.tokenizer_json.match:match_files",  # makes a tokenizer give the ids of its files
     "parsing": "reasoning.processor:ParsingProcessor",  # a `Processor` that separates thinking and tool calls
     "written_end": "chat.ends:add_written_end",  # has answers end by what a template writes after them

@@ -97,7 +97,7 @@ class Generation:
         with self._calling(), no_full_collections():
             self._check_idle("generate()")
             feed = len(prompts) > 2 and find(ORDERS["list"])(self, prompts, params, on_error, change)
-            requests, outputs = feed.first if feed else self._check(prompts, params, 0, on_error, change)
+            requests, outputs = feed.first if feed else self._check(prompts, params, (), on_error, change)
             with self._emptied_on_error(), progress:
                 self._add(requests)
                 progress.refused(len(outputs))
@@ -150,27 +150,26 @@ class Generation:
         self,
         prompts: Sequence[Prompt | BadRow],
         params: Sequence[SamplingParams | BadRow],
-        first_index: int = 0,
+        rows: Sequence[int] = (),
         on_error: str = "raise",
         change: Callable[[Request], Request] = lambda request: request,
     ) -> tuple[list[Request], list[RequestOutput]]:
         """Check and tokenise all prompts; return requests, and the outputs of prompts that cannot run.
 
-        Queues nothing. Each prompt gets a request id, in order. first_index: of the first prompt among all
-        of the call. change: applied to each request first.
+        Queues nothing. rows: of the prompts among all of the call; else they are all. Each prompt gets a
+        request id, from the next one on, as rows count. change: applied to each request first.
         """
-        first_id = self._next_id
-        made = self._processor.make_requests(prompts, params, first_id, first_index, on_error)
+        rows = rows or range(len(prompts))
+        first_id = self._next_id - next(iter(rows), 0)
+        made = self._processor.make_requests(prompts, params, first_id, rows, on_error)
         requests = [change(each) if isinstance(each, Request) else each for each in made]
         fitting = [attempt(self._fitting, each, of) for each, of in zip(requests, prompts, strict=True)]
         if on_error == "raise":
             raise_first(fitting)
-        self._next_id = first_id + len(prompts)
+        self._next_id += len(prompts)
         return [row for row in fitting if isinstance(row, Request)], [
-            self._processor.extras.refused(
-                first_id + row, first_index + row, requests[row], prompts[row], error
-            )
-            for row, error in enumerate(fitting)
+            self._processor.extras.refused(first_id + row, row, request, prompt, error)
+            for row, request, prompt, error in zip(rows, requests, prompts, fitting, strict=True)
             if not isinstance(error, Request)
         ]
 

@@ -1,7 +1,7 @@
 """Feed: gives an engine the requests of a list, in the order of `Waiting`, and tokenises as it needs them.
 
-Checks all prompts before the first step. A prompt that tokenising cannot refuse is tokenised later, between
-steps. Makes no step, and keeps no answer.
+Checks all prompts before the first step. A request that cannot be refused is made later, between steps. Makes
+no step, and keeps no answer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from nanovllm.answers import RequestOutput, unlisted
 from nanovllm.checks import BadRow, attempt
 from nanovllm.engine.generate import Generation
 from nanovllm.engine.stats import Progress
+from nanovllm.order.ids import Ids
 from nanovllm.order.texts import Texts
 from nanovllm.order.waiting import Asked, Seen, Slots, Waiting
 from nanovllm.params import SamplingParams
@@ -47,17 +47,19 @@ class Feed:
         on_error: str,
         change: Callable[[Request], Request],
     ) -> None:
-        """Check all prompts. Raises as `Generation._check`, which also describes the arguments. A list with
-        more than ENCODED_BYTES of text is tokenised as it is needed, but for prompts that tokenising may
-        refuse."""
+        """Check all prompts. Raises as `Generation._check`, which describes the arguments too. Of a list
+        with more than ENCODED_BYTES of text, or of token ids alone, requests are made as they are needed, but
+        for prompts that may be refused."""
         self._engine, self._prompts, self._params = engine, prompts, params
         self._on_error, self._change = on_error, change
         self._first_id = engine._next_id
         texts = _texts(prompts)
-        self._lazily = sum([len(text) for text in texts if text is not None]) > ENCODED_BYTES
+        size = sum([len(text) for text in texts if text is not None])
+        self._lazily = isinstance(prompts, Ids) or size > ENCODED_BYTES
         now: Sequence[int] = range(len(prompts))
         if self._lazily:
-            now = sorted({*_doubtful(texts, engine), *_unlike(params)})
+            doubtful = _wrong(prompts, engine) if isinstance(prompts, Ids) else _doubtful(texts, engine)
+            now = sorted({*doubtful, *_unlike(params)})
         self._made: dict[int, Request] = {}  # by row
         self._looked = 0  # at so many outputs of the call
         refused = self._make(now)
@@ -115,35 +117,30 @@ class Feed:
         if not rows:
             return []
         prompts, params = [self._prompts[row] for row in rows], [self._params[row] for row in rows]
-        change = self._change
-        if len(rows) < len(self._prompts):  # not those that come first in the call
-            change = lambda request: self._change(self._placed(request, rows))  # noqa: E731
         engine, before = self._engine, self._engine._next_id
-        requests, refused = engine._check(prompts, params, 0, self._on_error, change)
+        engine._next_id = self._first_id + rows[0]
+        requests, refused = engine._check(prompts, params, rows, self._on_error, self._change)
         engine._next_id = before
         self._made.update((request.index, request) for request in requests)
-        for output in refused:
-            output.index = rows[output.index]
-            output.request_id = str(self._first_id + output.index)
         return refused
-
-    def _placed(self, request: Request, rows: Sequence[int]) -> Request:
-        """A request that was made of some rows, with its index and its id in the call."""
-        row = rows[request.index]
-        return replace(request, request_id=self._first_id + row, index=row)
 
     def _order(self, texts: Sequence[str | None]) -> Waiting:
         config, room = self._engine.config, self._engine._executor.room
         replicas, most, rows = config.data_parallel_size, room.max_model_len, self._rows.tolist()
-        beginnings: Any = [self._made[row].prompt_token_ids for row in rows if row in self._made]
-        if self._lazily:  # the order is made of texts, before they are tokenised
+        is_text = self._lazily and not isinstance(self._prompts, Ids)
+        beginnings: Any
+        if isinstance(self._prompts, Ids):
+            beginnings = [self._prompts.ids[row] for row in rows]
+        elif not self._lazily:
+            beginnings = [self._made[row].prompt_token_ids for row in rows]
+        else:  # the order is made of texts, before they are tokenised
             beginnings = [
                 self._made[row].prompt_token_ids.tobytes()
                 if (text := texts[row]) is None
                 else text.encode(errors="surrogatepass")
                 for row in rows
             ]
-        sizes = np.fromiter(map(len, beginnings), np.int64, len(rows)) // (_CHARS if self._lazily else 1)
+        sizes = np.fromiter(map(len, beginnings), np.int64, len(rows)) // (_CHARS if is_text else 1)
         params: list[Any] = list(self._params)
         params = params[:1] if _are_one(params) else [params[row] for row in rows]
         asked = [most if each.max_tokens is None else each.max_tokens for each in params]
@@ -162,6 +159,8 @@ def _texts(prompts: Sequence[Prompt | BadRow]) -> Sequence[str | None]:
     """The strings to tokenise, None for other prompts."""
     if isinstance(prompts, Texts):
         return prompts.texts
+    if isinstance(prompts, Ids):
+        return [None] * len(prompts)
     return [each.text if isinstance(each, Prompt) and each.token_ids is None else None for each in prompts]
 
 
@@ -200,10 +199,7 @@ def _doubtful(texts: Sequence[str | None], engine: Generation) -> list[int]:
     if getattr(tokenizer, "is_fast", False) and len(tokenizer) <= processor.vocab_size:
         tried = [attempt(processor.encode, [Prompt(word, None, False)]) for word in _TRIED]
         if not any(isinstance(each, Exception) for each in tried):
-            room = engine._executor.room
-            lengths = range(room.max_model_len + 2)
-            fits = bisect_left(lengths, 1, key=lambda each: attempt(room.check_fits, each) is not None)
-            most = fits - 1 - _ADDED
+            most = _longest(engine) - _ADDED
     word = _WORD.search
     return [
         row
@@ -212,3 +208,18 @@ def _doubtful(texts: Sequence[str | None], engine: Generation) -> list[int]:
         or (len(text) if text.isascii() else _GROWTH * len(text.encode(errors="surrogatepass"))) > most
         or word(text) is None
     ]
+
+
+def _wrong(prompts: Ids, engine: Generation) -> list[int]:
+    """The rows that may be refused: those with an id outside the vocabulary, or too many."""
+    lengths = np.fromiter(map(len, prompts.ids), np.int64, len(prompts))
+    wrong = (prompts.highest >= engine._processor.vocab_size) | (lengths > _longest(engine))
+    rows: list[int] = np.flatnonzero(wrong).tolist()
+    return rows
+
+
+def _longest(engine: Generation) -> int:
+    """The tokens of the longest prompt that leaves room for an answer."""
+    room = engine._executor.room
+    lengths = range(room.max_model_len + 2)
+    return bisect_left(lengths, 1, key=lambda each: attempt(room.check_fits, each) is not None) - 1

@@ -5,6 +5,7 @@ Checks all strings at once, and tokenises none.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -13,7 +14,24 @@ from nanovllm.text.prompts import Prompt
 _CHECKED = 2**14  # strings that are encoded at once
 
 
-class Texts(Sequence[Prompt]):
+class Late(Sequence[Prompt]):
+    """Prompts of a list, each of which is made when it is looked at."""
+
+    @overload
+    def __getitem__(self, row: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[Prompt]: ...
+
+    def __getitem__(self, row: int | slice) -> Prompt | list[Prompt]:
+        rows = range(len(self))[row]
+        return self._prompt(rows) if isinstance(rows, int) else [self._prompt(each) for each in rows]
+
+    @abstractmethod
+    def _prompt(self, row: int) -> Prompt: ...
+
+
+class Texts(Late):
     """The `Prompt`s of strings, none of them empty or with half of a surrogate pair."""
 
     def __init__(self, texts: list[str]) -> None:
@@ -36,13 +54,5 @@ class Texts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.texts)
 
-    @overload
-    def __getitem__(self, row: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, row: slice) -> list[Prompt]: ...
-
-    def __getitem__(self, row: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(row, slice):
-            return [self[each] for each in range(*row.indices(len(self.texts)))]
-        return Prompt(self.texts[row], None, where=f"prompts[{range(len(self.texts))[row]}]")
+    def _prompt(self, row: int) -> Prompt:
+        return Prompt(self.texts[row], None, where=f"prompts[{row}]")

@@ -48,10 +48,10 @@ class ParsingProcessor(Processor):
         prompts: Sequence[Prompt | BadRow],
         params: Sequence[SamplingParams | BadRow],
         first_id: int,
-        first_index: int = 0,
+        rows: Sequence[int] = (),
         on_error: str = "raise",
     ) -> list[Request | BadRow]:
-        made = super().make_requests(prompts, params, first_id, first_index, on_error)
+        made = super().make_requests(prompts, params, first_id, rows, on_error)
         return [attempt(self._with_rules, each) for each in made]
 
     def _with_rules(self, request: Request | BadRow) -> Request | BadRow:

@@ -81,7 +81,8 @@ class StreamCalls(LLMEngine):
                 with self._calling(ready), no_full_collections():
                     if prompts:
                         hint.asked(first, params)
-                        requests, refused = self._check(prompts, params, first, on_error)
+                        rows = range(first, first + len(prompts))
+                        requests, refused = self._check(prompts, params, rows, on_error)
                         self._add(requests, deltas)
                         ready += refused
                     with self._emptied_on_error():

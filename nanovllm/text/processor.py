@@ -68,12 +68,12 @@ class Processor:
         prompts: Sequence[Prompt | BadRow],
         params: Sequence[SamplingParams | BadRow],
         first_id: int,
-        first_index: int = 0,
+        rows: Sequence[int] = (),
         on_error: str = "raise",
     ) -> list[Request | BadRow]:
-        """Check and tokenise the prompts; the ids of the requests count up from `first_id`.
+        """Check and tokenise the prompts. first_id: the id of the request of row 0.
 
-        params: checked, one for each prompt. first_index: the index of the first prompt in its call.
+        params: checked, one for each prompt. rows: of the prompts in their call; else they are all of it.
         on_error: with "return", an exception of a request's logits processor ends that request alone.
 
         A bad prompt stays in the list, and bad parameters replace theirs. A ValueError replaces a prompt
@@ -81,12 +81,14 @@ class Processor:
         an id or an invalid constraint, or need a tokenizer (stop strings, bad words, structured outputs) and
         there is none, and for a text that `check_length` refuses. Raises ImportError without llguidance.
         """
-        encoded = self._encode(prompts)
+        encoded, places = self._encode(prompts), rows or range(len(prompts))
+        packed = portions([ids for ids in encoded if isinstance(ids, array)], ENCODED_BYTES, len)
+        highest = max([np.frombuffer(b"".join(some), np.uint32).max(initial=0) for some in packed], default=0)
         known: dict[int, _OutputIds | BadRow] = {}  # by the identity of the SamplingParams
 
-        def make(row: int, prompt: Prompt) -> Request:
-            param = params[row]
-            token_ids = self._pack(prompt, encoded[row])
+        def make(row: int, prompt: Prompt, param: SamplingParams | BadRow, ids: Any) -> Request:
+            are_known = highest < self.vocab_size and isinstance(ids, array) and ids
+            token_ids = ids if are_known else self._pack(prompt, ids)
             if not isinstance(param, SamplingParams):
                 raise param
             if id(param) not in known:
@@ -103,14 +105,14 @@ class Processor:
                 stop_token_ids,
                 bad_words,
                 constraint,
-                index=first_index + row,
+                index=row,
                 first_scored=None if param.prompt_logprobs is None else 1,
                 tools=prompt.tools,
             )
 
         return [
-            attempt(make, row, prompt) if isinstance(prompt, Prompt) else prompt
-            for row, prompt in enumerate(prompts)
+            attempt(make, row, prompt, param, ids) if isinstance(prompt, Prompt) else prompt
+            for row, prompt, param, ids in zip(places, prompts, params, encoded, strict=True)
         ]
 
     def stop_strings(self, request: Request, always: bool = False) -> Any:

@@ -46,10 +46,10 @@ def parse_prompts(prompts: PromptLike | Iterable[PromptLike]) -> Sequence[Prompt
     """Normalise one prompt, or an iterable of prompts.
 
     One prompt is a string, a dictionary, or integers in a list, an array or a one-dimensional tensor.
-    TypeError if `prompts` is neither. A bad prompt is replaced by its error. Long lists are made late.
+    TypeError if `prompts` is neither. A bad prompt is replaced by its error. Many are made late.
     """
-    if isinstance(prompts, list) and len(prompts) > 4096 and (texts := find(TEXT["long"])(prompts)):
-        return cast(Sequence[Prompt], texts)
+    if isinstance(prompts, list) and len(prompts) > 2 and (late := find(TEXT["late"])(prompts)):
+        return cast(Sequence[Prompt], late)
     items, where = split_prompts(prompts)
     return [attempt(parse_prompt, item, where.format(index)) for index, item in enumerate(items)]
 

@@ -55,10 +55,10 @@ class Telling:
             prompts: Sequence[Prompt | BadRow],
             params: Sequence[SamplingParams | BadRow],
             first_id: int,
-            first_index: int = 0,
+            rows: Sequence[int] = (),
             on_error: str = "raise",
         ) -> list[Request | BadRow]:
-            return make(prompts, self._told(params), first_id, first_index, on_error)
+            return make(prompts, self._told(params), first_id, rows, on_error)
 
         vars(processor)["make_requests"] = make_requests
 

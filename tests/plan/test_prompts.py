@@ -7,10 +7,13 @@ import copy
 import pickle
 from collections import UserDict
 from collections.abc import Iterator, Mapping
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from nanovllm import TextPrompt, TokensPrompt
 from nanovllm.answers import CompletionOutput, Logprob, RequestOutput, changed, unlisted
@@ -18,6 +21,7 @@ from nanovllm.checks import pack_token_ids, raise_first
 from nanovllm.extras.columns import LogprobColumns
 from nanovllm.extras.logprobs import LogprobDicts
 from nanovllm.extras.outputs import EmbeddingOutput, EmbeddingRequestOutput
+from nanovllm.order.ids import Ids
 from nanovllm.text import prompts as forms
 from nanovllm.text.prompts import Prompt, parse_prompt
 from nanovllm.vllm.arguments import PROMPT
@@ -143,6 +147,43 @@ def test_what_a_tokenizer_returns(kind: Any, wrap: Any) -> None:
 def test_ambiguous_prompts(prompts: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         parse_prompts(prompts)
+
+
+IDS = st.integers(0, 300) | st.sampled_from(
+    [-1, -(2**31), -(2**31) - 1, 2**31 - 1, 2**31, 2**62, 2**63, 2**600]
+)
+OTHERS = st.sampled_from(
+    [True, False, None, 5.0, "5", b"i", (5,), [], [5], {}, np.int32(5), np.int64(5), IntEnum("Two", "A B").A]
+)
+ROWS = st.lists(st.lists(IDS | OTHERS, max_size=5) | st.lists(IDS, min_size=1, max_size=40), min_size=3)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1), min_size=3) | ROWS)
+@example([[105] * 40, [0x5B], [0x69, 0x5B696969]])  # the kinds of marshal's values, as values
+@example([[5, [6, 7]], [8], [9]])
+@example([[5], [6], [5, 6.5]])
+def test_lists_of_token_ids_are_packed_as_one_by_one(rows: list[list[Any]]) -> None:
+    """The same prompts, of the same types, and the same errors; ids that fit are packed at once."""
+    found, singly = forms.parse_prompts(rows), forms.parse_prompts(iter(rows))
+    assert [*map(str, found)] == [*map(str, singly)] and len(found) == len(rows)
+    assert [type(getattr(each, "token_ids", 0)) for each in found] == [
+        type(getattr(each, "token_ids", 0)) for each in singly
+    ]
+    fit = all(row and all(type(each) is int and -(2**31) <= each < 2**31 for each in row) for row in rows)
+    assert isinstance(found, Ids) is fit
+    if isinstance(found, Ids):
+        assert [list(each) for each in found.ids] == rows
+        assert found.highest.tolist() == [max(each % 2**32 for each in row) for row in rows]
+
+
+def test_many_token_ids_are_packed_in_portions() -> None:
+    rows = [[row % 300] * (1 + row % 700) for row in range(500)] + [[7] * 100_000]
+    found = forms.parse_prompts(rows)
+    assert isinstance(found, Ids) and [list(each) for each in found.ids] == rows
+    assert found[-1].where == "prompts[500]" and [each.token_ids for each in found[3:5]] == found.ids[3:5]
+    rows[499][300] = 2**31
+    assert isinstance(forms.parse_prompts(rows), list)
 
 
 def test_a_token_id_that_cannot_be_printed_is_named_by_its_position() -> None:

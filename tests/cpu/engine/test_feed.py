@@ -156,6 +156,66 @@ def test_a_long_list_of_strings_makes_its_prompts_late() -> None:
     assert isinstance(parse_prompts(texts[:100]), list)
 
 
+IDS = [[3 + row % 5, 4, 5 + row] for row in range(120)]
+
+
+def test_token_ids_are_made_requests_late(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few more than the engine holds at any time, with the answers, ids and prompts of a list that is made
+    requests of at once."""
+    params = seeded(len(IDS))
+    whole = llm.generate(iter(IDS), params, use_tqdm=False)
+    counts, done = tokenised(llm, monkeypatch), [0]
+    most: list[int] = []
+
+    def on_step(stats: Any) -> None:
+        done[0] += stats.num_finished
+        most.append(counts[-1] - done[0])
+
+    monkeypatch.setattr(llm, "on_step", on_step)
+    parts = llm.generate(IDS, [params[0]] * len(IDS), use_tqdm=False)
+    assert counts[-1] == len(IDS) and max(most) <= 3 * SEQS + 1
+    parts = llm.generate(IDS, params, use_tqdm=False)
+    assert [each["token_ids"] for each in parts] == [each["token_ids"] for each in whole]
+    assert [each.prompt_token_ids for each in parts] == IDS
+    first = int(whole[0].request_id)
+    assert [int(each.request_id) - first for each in parts] == list(range(2 * len(IDS), 3 * len(IDS)))
+    assert [output.index for output in parts] == list(range(len(IDS)))
+
+
+LONGEST = 255  # leaves room for one token
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([3, 10**6], r"prompts\[110\]: token id 1000000 at position 1 is outside"),
+        ([3, -1], r"prompts\[110\]: token id -1 at position 1 is outside"),
+        ([3, 2**40], r"prompts\[110\]: token id 1099511627776 at position 1 is outside"),
+        ([3] * (LONGEST + 1), r"prompts\[110\]: the prompt has 256 tokens, and at most 255"),
+        ([3, True], r"prompts\[110\]: token id at position 1 must be an integer, not True"),
+        ([], r"prompts\[110\] is empty"),
+    ],
+    ids=["high", "negative", "huge", "long", "bool", "empty"],
+)
+def test_bad_token_ids_are_found_before_the_first_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, bad: Any, message: str
+) -> None:
+    """The first of them is named, and with on_error="return" each row as if it were alone."""
+    steps: list[Any] = []
+    monkeypatch.setattr(llm, "on_step", steps.append)
+    prompts = [*IDS[:110], bad, *IDS[110:], [3] * LONGEST, [10**7]]
+    with pytest.raises((TypeError, ValueError), match=message):
+        llm.generate(prompts, PARAMS, use_tqdm=False)
+    assert steps == []
+    outputs = llm.generate(prompts, PARAMS, use_tqdm=False, on_error="return")
+    errors = [(row, output.error) for row, output in enumerate(outputs) if output.error is not None]
+    assert [row for row, _ in errors] == [110, 122] and [each.index for each in outputs] == [*range(123)]
+    singly = llm.generate(iter(prompts), PARAMS, use_tqdm=False, on_error="return")
+    assert errors == [(row, output.error) for row, output in enumerate(singly) if output.error is not None]
+    ids = [[int(each.request_id) - int(some[0].request_id) for each in some] for some in (outputs, singly)]
+    assert ids[0] == ids[1] == [*range(123)]
+
+
 def test_long_answers_start_first(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a list; a stream keeps the order of arrival."""
     params = [
