@@ -90,8 +90,10 @@ class Feed:
                 self._waiting.answered(int(self._numbers[output.index]), longest)
         config, unfinished = self._engine.config, self._engine._executor.num_requests
         seqs = config.max_num_seqs * config.data_parallel_size
-        missing = seqs * (_AHEAD if config.data_parallel_size == 1 else _AHEAD_OF_REPLICAS) - unfinished
-        numbers = self._waiting.take(max(missing // _PART, missing - seqs, 0))
+        is_one = config.data_parallel_size == 1
+        missing = seqs * (_AHEAD if is_one else _AHEAD_OF_REPLICAS) - unfinished
+        at_once = min(missing - seqs, seqs) if is_one else missing - seqs  # a step admits no more
+        numbers = self._waiting.take(max(missing // _PART, at_once, 0))
         refused = self._give(self._rows[numbers].tolist())
         progress.refused(len(refused))
         return refused
