@@ -12,11 +12,11 @@ from array import array
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.answers import CompletionOutput, RequestOutput, changed
+from nanovllm.answers import CompletionOutput, RequestOutput
 from nanovllm.checks import BadRow, pack_token_ids, show
 from nanovllm.extras.columns import TokenLogprobs
 from nanovllm.extras.json_schemas import warn_once
@@ -122,7 +122,7 @@ class ExtraTexts:
         rows: list[tuple[TokenLogprobs, int]],
         before: Sequence[int] = (),
     ) -> CompletionOutput:
-        """The completion with the logprobs of its tokens, one row for each, if requested.
+        """The completion, which is new, with the logprobs of its tokens, one row for each, if requested.
 
         before: for a part of a completion, the last tokens before it.
         """
@@ -130,9 +130,10 @@ class ExtraTexts:
         if asked is None:
             return output
         columns = join_rows(rows[: len(output.token_ids)], self._width(asked))
-        total = float(columns.values[:, 0].sum(dtype=np.float64))
-        logprobs = self.logprob_dicts(request.params, columns, before=before)
-        return changed(output, logprobs=logprobs, cumulative_logprob=total)
+        logprobs: Any = self.logprob_dicts(request.params, columns, before=before)
+        output.logprobs = logprobs
+        output.cumulative_logprob = float(columns.values[:, 0].sum(dtype=np.float64))
+        return output
 
     def prompt_logprobs(self, request: Request, scores: Sequence[TokenLogprobs]) -> LogprobDicts | None:
         """The logprobs of prompt tokens, whose scores came in parts; None if the prompt did not run whole."""
