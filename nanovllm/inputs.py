@@ -191,7 +191,7 @@ def packed_ints(ids: list[Any]) -> array[int] | None:
         packed = pack_ints(ids)
         if type(sum(ids)) is not int:
             return None
-    except (struct.error, TypeError):
+    except (struct.error, TypeError, OverflowError):  # the last: a sum above the type of an id
         return None
     has_bool = np.frombuffer(packed, np.int32).min() <= 1 and bool in set(map(type, ids))
     return None if has_bool else packed
