@@ -7,7 +7,8 @@
 Answers: `choice` of three labels (structured outputs), `one` token, `ids` (the logprobs of three tokens), and
 `four` tokens. Every run has new ids. Prints the rows a second of each run after a whole one that warms up. On
 a GPU one more run has a profiler, which makes gaps longer: the share of time with a kernel between the first
-and the last one. The same kernel time over the median call is the share of the whole call.
+and the last one. The same kernel time over the median call is the share of the whole call. With --idle one
+more says what the host does while no kernel runs.
 """
 
 from __future__ import annotations
@@ -15,17 +16,25 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model_path
-from tools.benchmark.kernels import busy_time, read_trace
+from nanovllm.cuda_graphs.graphs import CUDAGraphs
+from nanovllm.engine.core import Core
+from nanovllm.order.feed import Feed
+from nanovllm.plan.scheduler import Scheduler
+from nanovllm.runner.inputs import PendingOutput
+from nanovllm.runner.ranks import OneRank
+from tools.benchmark.kernels import busy_time, idle_times, read_trace
 from tools.benchmark.shapes import write_shape
 from tools.benchmark.workloads import Workload, label
 
@@ -51,6 +60,40 @@ def kernel_seconds(run: Callable[[], object]) -> tuple[float, float]:
     return busy_time(kernels) / 1e6, between / 1e6
 
 
+# What the host does in a step and between two, as ranges of a trace.
+HOST = {
+    "order": (Feed, "__init__"),
+    "fill": (Feed, "fill"),
+    "plan": (Core, "_plan"),
+    "launch": (OneRank, "run"),
+    "capture": (CUDAGraphs, "capture"),
+    "wait": (PendingOutput, "result"),
+    "postprocess": (Scheduler, "postprocess"),
+    "masks": (Scheduler, "masks"),
+    "answers": (Core, "_finished"),
+}
+
+
+def print_idle(run: Callable[[], object]) -> None:
+    """Print the milliseconds without a kernel in a run on a GPU, by what the host does meanwhile."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        for name, (owner, method) in HOST.items():
+            stack.enter_context(patch.object(owner, method, _noted(name, getattr(owner, method))))
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+            run()
+            torch.cuda.synchronize()
+        path = Path(folder, "trace.json.gz")
+        profiler.export_chrome_trace(str(path))
+        idle = idle_times(path)
+    for name, microseconds in sorted(idle.items(), key=lambda each: -each[1]):
+        print(f"  {name or 'the rest':12} {microseconds / 1e3:8.1f} ms without a kernel", flush=True)
+
+
+def _noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.profiler.record_function(name)(method)
+
+
 def timed(llm: LLM, params: SamplingParams, work: Workload, shifts: Iterator[int]) -> float:
     """Seconds of a run, whose ids are shifted by the next number."""
     work = work.shifted(next(shifts), llm.model_config.vocab_size)
@@ -68,6 +111,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--shared", type=int, default=200)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--idle", action="store_true", help="what the host does while no kernel runs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"tokenizer": demo_model_path(), "load_format": "dummy"}
@@ -94,6 +138,8 @@ def main() -> None:
                 f"; busy {kernel / between:.0%} between kernels, {kernel / median(seconds):.0%} of the call"
             )
         print(line, flush=True)
+        if args.idle and on_gpu:
+            print_idle(run)
     llm.close()
 
 

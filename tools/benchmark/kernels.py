@@ -84,6 +84,29 @@ def read_trace(path: Path) -> tuple[list[Kernel], set[int]]:
     return sorted(kernels, key=lambda kernel: kernel.start), graph_calls
 
 
+def idle_times(path: Path) -> dict[str, float]:
+    """Microseconds between the first and the last kernel in which none runs, by the name of the innermost
+    range of `torch.profiler.record_function` that runs on the host meanwhile; "" for none."""
+    kernels, _ = read_trace(path)
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    ranges = [
+        (each["dur"], each["ts"], each["ts"] + each["dur"], each["name"])
+        for each in events
+        if each.get("cat") == "user_annotation" and "dur" in each
+    ]
+    idle: dict[str, float] = defaultdict(float)
+    until = kernels[0].end if kernels else 0.0
+    for kernel in kernels:
+        here = [each for each in ranges if each[1] < kernel.start and each[2] > until]
+        places = {place for each in here for place in each[1:3] if until < place < kernel.start}
+        for begin, end in pairwise(sorted({until, kernel.start, *places}) if kernel.start > until else ()):
+            inner = min((each for each in here if each[1] <= begin and each[2] >= end), default=None)
+            idle["" if inner is None else inner[3]] += end - begin
+        until = max(until, kernel.end)
+    return dict(idle)
+
+
 def group_replays(kernels: list[Kernel], graph_calls: set[int]) -> list[list[Kernel]]:
     """The kernels of each graph replay, in order."""
     groups: dict[int, list[Kernel]] = defaultdict(list)

@@ -30,7 +30,14 @@ from nanovllm.moe.layers import MoESpec
 from nanovllm.quantization.config import QuantConfig
 from tools import measure_device
 from tools.benchmark import roofline
-from tools.benchmark.kernels import busy_time, costliest, group_replays, read_trace, replay_times
+from tools.benchmark.kernels import (
+    busy_time,
+    costliest,
+    group_replays,
+    idle_times,
+    read_trace,
+    replay_times,
+)
 from tools.benchmark.roofline import Cost, Speed, broken_floor, device_speed, floor_of, prefill_flops
 from tools.benchmark.shapes import QWEN3, QWEN3_MOE, write_shape
 from tools.benchmark.steps import Step, StepRecorder, phases, step_times
@@ -306,6 +313,26 @@ def test_a_trace_gives_kernel_time_and_the_gaps_between_replays(tmp_path: Path) 
     # 35 to 70, minus the 10 of sampling
     assert replay_times(kernels, replays) == {"count": 2, "step_us": 60.0, "kernel_us": 34.0, "gap_us": 25.0}
     assert busy_time([kernels[1], kernels[1], kernels[2]]) == 24.0  # overlapping kernels count once
+
+
+def test_idle_time_is_of_the_innermost_range_of_the_host(tmp_path: Path) -> None:
+    def event(cat: str, name: str, start: float, length: float) -> dict[str, Any]:
+        return {"cat": cat, "name": name, "ts": start, "dur": length}
+
+    events = [
+        event("kernel", "a", 10, 10),
+        event("kernel", "b", 15, 15),  # up to 30, over the end of the first
+        event("kernel", "c", 50, 10),
+        event("kernel", "d", 60, 1),
+        event("kernel", "e", 71, 1),
+        event("user_annotation", "step", 0, 48),
+        event("user_annotation", "plan", 35, 5),
+        event("user_annotation", "plan", 52, 3),  # a kernel runs
+        event("gpu_user_annotation", "step", 30, 20),
+    ]
+    with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    assert idle_times(tmp_path / "trace.json.gz") == {"step": 13.0, "plan": 5.0, "": 12.0}
 
 
 def test_exposed_host_time_is_of_the_same_steps() -> None:
