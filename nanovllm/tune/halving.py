@@ -189,7 +189,7 @@ class Search:
         if it did not run. Where the job's own did not run, its rows a second."""
         if not isinstance(self.trials.get(setting), Measured):
             return None
-        runs, own = self._runs[setting], self._runs.get(self.settings[0], {})
+        runs, own = self._runs[setting], self._runs[self.settings[0]] if self.own_ran else {}
         both = [number for number in runs if number in own]
         if len(both) >= _PASSES:
             return median(own[number] / runs[number] for number in both)

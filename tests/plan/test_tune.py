@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,29 @@ def test_no_time_for_a_second_trial_is_the_job_s_own() -> None:
     search = search_of(bench, 1)
     search.run()
     assert search.best() == () and len(search.trials) == 1
+
+
+def test_settings_are_compared_with_each_other_once_the_own_one_fails() -> None:
+    """Its passes no longer count, as settings that run later have none beside them."""
+    bench = Bench(lambda options: 0.1 if options else 0.5)
+    tried: list[Setting] = [(), *((("max_num_seqs", number),) for number in (8, 32, 128))]
+    number = 0
+
+    def measure(setting: Setting, rows: int, limit: float) -> Outcome:
+        nonlocal number
+        number += not setting
+        if not setting and number == 4:  # two probes and a pass
+            return Failed("no memory")
+        outcome = bench.measure(setting, rows, limit)
+        assert isinstance(outcome, Measured)
+        slower = 1.2 if setting == tried[1] else 1.0
+        return replace(outcome, seconds=outcome.seconds * slower)
+
+    search = Search(tried, measure, bench.clock, 3600, 64)
+    search.run()
+    assert not search.own_ran
+    gains = [search.gain(each) for each in tried[1:]]
+    assert gains == pytest.approx([10 / 1.2, 10, 10]) and search.best() in tried[2:]
 
 
 def test_a_small_lead_may_be_chance() -> None:
