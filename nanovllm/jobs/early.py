@@ -17,8 +17,10 @@ from nanovllm.jobs.errors import INTERRUPTED
 
 def is_program() -> bool:
     """Whether this process is `nanovllm ...` or `python -m nanovllm ...`."""
-    program = sys.orig_argv[-len(sys.argv) :]
-    return os.path.basename(program[0]) == "nanovllm" if program else False
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m":  # until its package is imported; the name stands before the arguments
+        program = sys.orig_argv[-len(sys.argv)]
+    return os.path.basename(program) == "nanovllm"
 
 
 def end(number: int, frame: FrameType | None) -> NoReturn:

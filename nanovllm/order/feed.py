@@ -121,8 +121,10 @@ class Feed:
         prompts, params = [self._prompts[row] for row in rows], [self._params[row] for row in rows]
         engine, before = self._engine, self._engine._next_id
         engine._next_id = self._first_id + rows[0]
-        requests, refused = engine._check(prompts, params, rows, self._on_error, self._change)
-        engine._next_id = before
+        try:
+            requests, refused = engine._check(prompts, params, rows, self._on_error, self._change)
+        finally:
+            engine._next_id = before
         self._made.update((request.index, request) for request in requests)
         return refused
 

@@ -216,6 +216,25 @@ def test_bad_token_ids_are_found_before_the_first_step(
     assert ids[0] == ids[1] == [*range(123)]
 
 
+def test_ids_count_on_after_ctrl_c_while_requests_are_made(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between steps."""
+    processor = inside.processor(llm)
+    make, calls = processor.make_requests, [0]
+
+    def interrupted(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 4:
+            raise KeyboardInterrupt
+        return make(*args)
+
+    [before] = llm.generate(IDS[0], PARAMS, use_tqdm=False)
+    monkeypatch.setattr(processor, "make_requests", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(IDS, PARAMS, use_tqdm=False)
+    [after] = llm.generate(IDS[0], PARAMS, use_tqdm=False)
+    assert int(after.request_id) == int(before.request_id) + 1 + len(IDS)
+
+
 def test_long_answers_start_first(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a list; a stream keeps the order of arrival."""
     params = [

@@ -240,7 +240,12 @@ def test_ctrl_c_while_the_package_is_imported(tmp_path: Path, module: str) -> No
 def test_ctrl_c_while_the_package_is_imported_elsewhere(tmp_path: Path) -> None:
     """In other programs it is theirs, and where it is ignored, as in the background, it stays so."""
     (other := tmp_path / "other.py").write_text("import nanovllm")
-    for command in (["-c", "import nanovllm", "nanovllm"], [other, "-m", "nanovllm"]):
+    taken = "import sys; sys.argv.pop(); import nanovllm"  # a program that has read its arguments
+    for command in (
+        ["-c", "import nanovllm", "nanovllm"],
+        ["-c", taken, "nanovllm"],
+        [other, "-m", "nanovllm"],
+    ):
         found = interrupted_import(tmp_path, "nanovllm.extras", *command)
         assert found.returncode == -INT and "KeyboardInterrupt" in found.stderr
     ignoring = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
