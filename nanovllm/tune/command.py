@@ -17,7 +17,7 @@ from typing import TextIO
 from nanovllm.config import Config
 from nanovllm.engine.startup import find_model, read_generation_config, read_model_config
 from nanovllm.errors import NanoVLLMError
-from nanovllm.jobs.errors import ANSWERED, FAILED, INTERRUPTED, JobRefusedError, refusing
+from nanovllm.jobs.errors import ANSWERED, FAILED, JobRefusedError, caught_signals, refusing
 from nanovllm.jobs.job import engine_options
 from nanovllm.jobs.labels import check_arguments
 from nanovllm.quantization.config import QuantConfig
@@ -59,21 +59,20 @@ def tune(
             f"{args.minutes:g} minutes at most"
         )
         search = Search(tried, run, clock, 60 * args.minutes - (clock() - began), num_kept, _started)
-        interrupted = False
-        try:
-            search.run()
-        except KeyboardInterrupt:
-            interrupted = True
+        code, stopped = ANSWERED, ""
+        with caught_signals() as signals:
+            try:
+                search.run()
+            except KeyboardInterrupt:
+                code, stopped = signals.end
     if not search.trials:
-        why = "stopped by Ctrl-C" if interrupted else f"--minutes {args.minutes:g} was over"
+        why = f"stopped by {stopped}" if stopped else f"--minutes {args.minutes:g} was over"
         _say(f"{why} before the first trial ended, so nothing is known")
     else:
-        if interrupted:
-            _say("stopped by Ctrl-C; the best so far:")
-        print_found(search, args, sys.stdout, interrupted)
-    if interrupted:
-        return INTERRUPTED
-    return FAILED if search.best() is None else ANSWERED
+        if stopped:
+            _say(f"stopped by {stopped}; the best so far:")
+        print_found(search, args, sys.stdout, stopped)
+    return FAILED if search.best() is None and not stopped else code
 
 
 def _machine(args: argparse.Namespace) -> Machine:
@@ -93,8 +92,9 @@ def _machine(args: argparse.Namespace) -> Machine:
     return Machine(kind, num_gpus, model.num_kv_heads, quantised)
 
 
-def print_found(search: Search, args: argparse.Namespace, out: TextIO, interrupted: bool = False) -> None:
-    """Print the table, the fastest first, and the command line to use."""
+def print_found(search: Search, args: argparse.Namespace, out: TextIO, stopped: str = "") -> None:
+    """Print the table, the fastest first, and the command line to use. stopped: the signal that ended the
+    search early."""
     ranked = sorted(search.trials, key=lambda each: -(search.gain(each) or 0.0))
     rows = [_HEAD, *(_row(search, each) for each in ranked)]
     widths = [max(len(row[place]) for row in rows if len(row) > 2) for place in range(len(_HEAD))]
@@ -104,7 +104,7 @@ def print_found(search: Search, args: argparse.Namespace, out: TextIO, interrupt
             "  ".join([*cells, *row[len(cells) :]] if len(row) > 2 else [cells[0], row[1]]).rstrip(), file=out
         )
     if search.left_out:
-        why = "of Ctrl-C" if interrupted else "there was no time; a larger --minutes has it"
+        why = f"of {stopped}" if stopped else "there was no time; a larger --minutes has it"
         print(f"{counted(len(search.left_out), 'setting')} not tried, because {why}", file=out)
     best = search.best()
     if best is None:

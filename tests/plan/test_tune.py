@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -13,7 +14,7 @@ import pytest
 from jobs import write_rows
 
 from nanovllm import demo_model_path
-from nanovllm.jobs.errors import JobRefusedError
+from nanovllm.jobs.errors import JobRefusedError, caught_signals
 from nanovllm.jobs.main import parse_args
 from nanovllm.tune.command import command_of, tune
 from nanovllm.tune.halving import Failed, Measured, Outcome, Search
@@ -339,6 +340,16 @@ def test_ctrl_c_before_settings_are_compared(
     assert not trials or "settings not tried, because of Ctrl-C\n" in out
     assert "the reasons are above" not in out and "the best here" not in out
     assert bool(out) == bool(trials)
+
+
+def test_the_signal_that_ends_the_search_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(cost)
+    bench.interrupt_at = 1
+    with caught_signals() as signals:
+        signals.seen.append(signal.SIGTERM)  # which interrupts
+        assert run_tune(tmp_path, bench) == 143
+    out, err = capsys.readouterr()
+    assert "stopped by SIGTERM; the best so far" in err and "settings not tried, because of SIGTERM\n" in out
 
 
 def test_a_time_that_is_too_short_for_one_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
