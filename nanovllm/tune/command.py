@@ -65,6 +65,7 @@ def tune(
                 search.run()
             except KeyboardInterrupt:
                 code, stopped = signals.end
+            signals.hold()  # what is left is short
     if not search.trials:
         why = f"stopped by {stopped}" if stopped else f"--minutes {args.minutes:g} was over"
         _say(f"{why} before the first trial ended, so nothing is known")

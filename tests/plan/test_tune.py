@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -350,6 +352,23 @@ def test_the_signal_that_ends_the_search_is_named(tmp_path: Path, capsys: pytest
         assert run_tune(tmp_path, bench) == 143
     out, err = capsys.readouterr()
     assert "stopped by SIGTERM; the best so far" in err and "settings not tried, because of SIGTERM\n" in out
+
+
+def test_a_second_ctrl_c_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    cleanup = tempfile.TemporaryDirectory.cleanup
+
+    def interrupted(made: tempfile.TemporaryDirectory[str]) -> None:
+        signal.raise_signal(signal.SIGINT)
+        cleanup(made)
+
+    monkeypatch.setattr(tempfile.TemporaryDirectory, "cleanup", interrupted)
+    bench = Bench(cost)
+    bench.interrupt_at = 1
+    with caught_signals(), suppress(KeyboardInterrupt):
+        assert run_tune(tmp_path, bench) == 130
+    assert not [*folder.iterdir()]
 
 
 def test_a_time_that_is_too_short_for_one_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
