@@ -14,7 +14,7 @@ from nanovllm.batch import StepKind
 FORMS: list[dict[str, Any]] = [
     {"choice": ["red", "green", "reddish"]},
     {"choice": ["positive and long", "negative", "neutral"]},
-    {"choice": ["a", "ab", "abc", "abcdefgh", "é\\n!", ""]},
+    {"choice": ["a", "ab", "abc", "abcdefgh", "é\\n!"]},
     {"regex": "(yes|no|maybe)"},
     {"json": {"enum": [1, 12, "x"]}},
     {"regex": "[a-c]{3,6}"},
