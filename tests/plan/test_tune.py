@@ -6,8 +6,8 @@ import json
 import signal
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
