@@ -50,8 +50,13 @@ class Measured:
 
     @property
     def running(self) -> float:
-        """Seconds of all passes."""
-        return self.others + self.seconds
+        """Seconds that grow with the rows: of a pass, and of the one that warms up."""
+        return self.seconds + min(self.others, self.seconds)
+
+    @property
+    def start(self) -> float:
+        """The other seconds."""
+        return self.loading + self.others + self.seconds - self.running
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class Search:
     _alive: list[Setting] = field(default_factory=list)  # beside the job's own
     _pass: int = 0
     _least: float = math.inf  # seconds of a row of the fastest trial of this pass
-    _is_quiet: bool = False  # passes agreed so far
+    _is_quiet: bool = False  # passes agreed so far, or likely will, as engines are warm
     _runs: dict[Setting, dict[int, float]] = field(default_factory=dict)  # seconds of a row by pass
 
     def run(self) -> None:
@@ -208,13 +213,14 @@ class Search:
                 return False
         else:
             return False
-        self._cost = Cost(few.loading, few.running / few.rows)
+        self._cost = Cost(few.start, few.running / few.rows)
+        self._is_quiet = few.others > 0
         rows = min(self.most_rows, int(_PROBE_SHARE * self.seconds / self._cost.row))
         more = self._try(setting, rows) if rows >= 2 * few.rows else None
         if isinstance(more, Measured):
             slope, whole = (more.running - few.running) / (more.rows - few.rows), more.running / more.rows
             row = min(whole, max(slope, whole / 2))
-            self._cost = Cost(more.loading + more.running - more.rows * row, row)
+            self._cost = Cost(more.start + more.running - more.rows * row, row)
         return True
 
     def _try_all(self, rows: int) -> bool:
@@ -233,8 +239,8 @@ class Search:
             elif setting in self._alive and isinstance(self.trials.get(setting), Failed):
                 self._alive.remove(setting)  # and stays where only the end of the time cut it off
         if found:
-            loading = max(each.loading for each in found)
-            self._cost = Cost(loading, sum(each.running / each.rows for each in found) / len(found))
+            start = max(each.start for each in found)
+            self._cost = Cost(start, sum(each.running / each.rows for each in found) / len(found))
         return bool(self._alive)
 
     def _repeat(self, rows: int) -> None:

@@ -6,6 +6,7 @@ and are disturbed now and then.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from functools import lru_cache
@@ -87,8 +88,8 @@ def seconds_of(machine: str, workload: str, setting: Setting, num_rows: int) -> 
 
 class Trials:
     """Measures with a clock of its own: loading takes 4 seconds, noise is 1 %, each tenth trial is
-    disturbed, and a few are faster than others. On a GPU other passes take 1.7 times the seconds, and
-    noise is 0.7 %. On a quiet machine noise is 0.2 %, and nothing disturbs."""
+    disturbed, and a few are faster than others. On a GPU a pass comes first that takes a second or two more,
+    short passes are repeated, and noise is 0.7 %. On a quiet machine noise is 0.2 %, and nothing disturbs."""
 
     def __init__(self, machine: str, workload: str, seed: int, is_quiet: bool = False) -> None:
         self.now, self._machine, self._workload = 0.0, machine, workload
@@ -107,7 +108,9 @@ class Trials:
         noise = self._rng.gauss(1, 0.002) if self._is_quiet else noise
         self.count += 1
         seconds = noise * (0.3 + seconds_of(self._machine, self._workload, setting, rows))
-        others = 1.7 * seconds if self._warms_up else 0.0
+        others = 0.0
+        if self._warms_up:
+            others = self._rng.uniform(0.5, 2.0) + seconds * min(3, math.ceil(2.0 / seconds))
         if 4.0 + others + seconds > limit:
             self.now += limit
             return Failed("not done", is_late=True)
