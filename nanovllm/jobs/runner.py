@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import closing
 from itertools import groupby, islice
 from typing import Any, TypeAlias, TypeVar
@@ -43,6 +44,7 @@ class JobRunner:
     _window: Window | None = None  # where rows may run in any order
     num_rows: int | None = None  # of the input, once all have been read
     answers: Any = None  # of all runs, for the report
+    _earlier: AbstractSet[int] = frozenset()  # rows that the report shows, and whose lines have no prompt
     prompts: dict[int, str] | None = (
         None  # that the model read, by row, until the line is written; for it, too
     )
@@ -61,6 +63,7 @@ class JobRunner:
     def run(self, llm: Any, row_format: RowFormat, renderer: Renderer) -> None:
         """Answer all rows. JobFailedError or an engine's error ends it early."""
         self._format = row_format
+        self._earlier = set() if self.prompts is None else self.answers.without_prompts()
         tasks = self._tasks()
         if not self.args.ordered:
             slots = llm.config.max_num_seqs * llm.config.data_parallel_size
@@ -86,7 +89,17 @@ class JobRunner:
             if row.index not in self.output.finished:
                 self.progress.rows_taken += 1
                 yield row
+            elif row.index in self._earlier:
+                self._show_prompt(row)
         self.num_rows = num_rows
+
+    def _show_prompt(self, row: SourceRow) -> None:
+        """Give the report the prompt of a row that an earlier run answered, as the input has it."""
+        task: Task | BadRow = attempt(lambda: self._format.task(row, row.values()))
+        if not isinstance(task, Exception):
+            is_text = isinstance(task.prompt, str)
+            prompt = task.prompt if is_text else {"messages": task.prompt} if task.is_chat else ""
+            self.answers.fill(row.index, prompt)
 
     @property
     def rows_left(self) -> int:

@@ -117,6 +117,18 @@ class Answers:
         for kind, rank in zip(_KINDS, (sample.index, -sample.tokens, sample.tokens), strict=False):
             self._keep(kind, rank, sample)
 
+    def without_prompts(self) -> set[int]:
+        """The rows of answers that are samples, and whose prompt is unknown."""
+        kept = [sample for each in self._kept.values() for _, _, sample in each]
+        samples = [*kept, *self._first.values()]
+        return {sample.index for sample in samples if sample.prompt == "" and sample.error is None}
+
+    def fill(self, index: int, prompt: object) -> None:
+        """Add the prompt of a row whose samples have none."""
+        for each in self._kept.values():
+            each[:] = [(rank, row, _with(sample, index, prompt)) for rank, row, sample in each]
+        self._first = {text: _with(sample, index, prompt) for text, sample in self._first.items()}
+
     def _count_text(self, sample: Sample) -> None:
         text = sample.text
         if not self._are_few:
@@ -136,6 +148,11 @@ class Answers:
         if len(kept) < _KEPT or key < kept[-1][:2]:
             insort(kept, (*key, _cut(sample)), key=lambda each: each[:2])
             del kept[_KEPT:]
+
+
+def _with(sample: Sample, index: int, prompt: object) -> Sample:
+    """The sample, with a prompt if it is of this row."""
+    return _cut(replace(sample, prompt=prompt)) if sample.index == index else sample
 
 
 def _cut(sample: Sample) -> Sample:

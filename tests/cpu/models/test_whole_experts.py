@@ -132,7 +132,9 @@ def test_formats(plain: Path, tmp_path: Path, kind: str, ranks: int) -> None:
         (({"quantization": "dequantize"}, 1e-4), ({}, 1e-2)) if "gguf" in kind else (({}, 1e-4),)
     ):
         one = forward(loaded(config_of(path, **options), path, Group()), PROMPT)
-        torch.testing.assert_close(by_rank(path, ranks, **options), one, atol=near, rtol=near)
+        # Of float32 it is the largest logit whose bits count: 172 with random blocks of Q6_K.
+        scale = max(1.0, one.abs().max().item() / 16)
+        torch.testing.assert_close(by_rank(path, ranks, **options), one, atol=near * scale, rtol=near)
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
