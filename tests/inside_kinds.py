@@ -128,3 +128,11 @@ def keep_experts(patch: pytest.MonkeyPatch) -> None:
         return extras
 
     patch.setitem(requests._EXTRAS, "sequence", with_experts)
+
+
+def stop_fork_server() -> None:
+    """End the process that multiprocessing forks others from. Who starts a process makes the next one, whose
+    forks have SIGINT blocked if it is blocked then."""
+    from multiprocessing import forkserver
+
+    forkserver._forkserver._stop()

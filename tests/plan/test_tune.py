@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import tempfile
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from nanovllm.jobs.errors import JobRefusedError, caught_signals
 from nanovllm.jobs.main import parse_args
 from nanovllm.tune.command import command_of, tune
 from nanovllm.tune.halving import Failed, Measured, Outcome, Search
-from nanovllm.tune.sample import MOST_ROWS, job_arguments, write_sample
 from nanovllm.tune.settings import Machine, Setting, changes_answers, least_rows, settings
 
 CPU, GPUS = Machine("cpu", 0, 8, False), Machine("cuda", 4, 6, False)
@@ -261,26 +259,11 @@ def test_options_that_are_given_stay() -> None:
     assert names == {"max_num_batched_tokens", "kv_cache_dtype", "quantization"}
 
 
-# -- sample and command ------------------------------------------------------------------------------------
+# -- command -----------------------------------------------------------------------------------------------
 
 
 def tune_args(*argv: object) -> Any:
     return parse_args(["tune", demo_model_path(), *map(str, argv)])
-
-
-def test_the_sample_is_the_same_each_time_and_from_all_of_the_input(tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{number}"} for number in range(2 * MOST_ROWS)])
-    args = tune_args(rows)
-    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
-    assert [write_sample(args, path) for path in paths] == [(MOST_ROWS, 2 * MOST_ROWS)] * 2
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-    found = [int(json.loads(line)["prompt"]) for line in paths[0].read_text().splitlines()]
-    assert len(set(found)) == MOST_ROWS
-    first = found[:200]  # a smaller sample is the beginning of a larger one
-    assert len([each for each in first if each < MOST_ROWS]) == pytest.approx(100, abs=30)
-    job = job_arguments(args, paths[0], tmp_path / "out.jsonl")
-    assert job["inputs"] == [str(paths[0])] and job["model"] == demo_model_path()
-    json.dumps(job)
 
 
 def test_the_command_is_that_of_the_job(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from inside_kinds import stop_fork_server
 from jobs import write_rows
 
 from nanovllm import demo_model_path
@@ -31,6 +33,14 @@ from nanovllm.tune.settings import Setting
 from nanovllm.tune.trial import Trials
 
 HANG_SECONDS = 500.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_fork_server() -> Iterator[None]:
+    """As that of the command: trials start with SIGINT blocked, and processes of other tests do not."""
+    stop_fork_server()
+    yield
+    stop_fork_server()
 
 
 def trials_of(tmp_path: Path, rows: list[object], *more: object, warm_up: bool = False) -> Trials:
