@@ -53,7 +53,7 @@ class Requests:
         outputs say which experts computed their tokens."""
         self.processor = processor
         self._seed, self._keeps_experts = seed, keeps_experts
-        self._last: tuple[SamplingParams | None, bool] = None, False  # whether it asks; mostly also the next
+        self._last: tuple[SamplingParams | None, bool] = None, False  # whether the last ones have extras
         self._seq_ids = count()
         self._states: dict[str, RequestState] = {}  # by request id
         self._owners: dict[int, RequestState] = {}  # by id of each unfinished sequence

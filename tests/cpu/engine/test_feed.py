@@ -49,19 +49,24 @@ def seeded(rows: int) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=1 + row % 9, ignore_eos=True, seed=row) for row in range(rows)]
 
 
-@pytest.mark.usefixtures("lazily")
-def test_a_step_runs_before_most_is_tokenised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few more prompts than the engine holds are tokenised at any time; all of them once."""
-    counts, done = tokenised(llm, monkeypatch), [0]
-    most: list[int] = []
+def held_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """As `tokenised`, and how many of these prompts are unfinished after each step."""
+    counts, held, done = tokenised(llm, monkeypatch), list[int](), [0]
 
     def on_step(stats: Any) -> None:
         done[0] += stats.num_finished
-        most.append(counts[-1] - done[0])
+        held.append(counts[-1] - done[0])
 
     monkeypatch.setattr(llm, "on_step", on_step)
+    return counts, held
+
+
+@pytest.mark.usefixtures("lazily")
+def test_a_step_runs_before_most_is_tokenised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few more prompts than the engine holds are tokenised at any time; all of them once."""
+    counts, held = held_prompts(llm, monkeypatch)
     outputs = llm.generate(TEXTS, PARAMS, use_tqdm=False)
-    assert counts[-1] == len(TEXTS) and max(most) <= 3 * SEQS + 1
+    assert counts[-1] == len(TEXTS) and max(held) <= 3 * SEQS + 1
     assert [output.index for output in outputs] == list(range(len(TEXTS)))
     assert [output.prompt for output in outputs] == TEXTS
 
@@ -164,16 +169,9 @@ def test_token_ids_are_made_requests_late(llm: LLM, monkeypatch: pytest.MonkeyPa
     requests of at once."""
     params = seeded(len(IDS))
     whole = llm.generate(iter(IDS), params, use_tqdm=False)
-    counts, done = tokenised(llm, monkeypatch), [0]
-    most: list[int] = []
-
-    def on_step(stats: Any) -> None:
-        done[0] += stats.num_finished
-        most.append(counts[-1] - done[0])
-
-    monkeypatch.setattr(llm, "on_step", on_step)
+    counts, held = held_prompts(llm, monkeypatch)
     parts = llm.generate(IDS, [params[0]] * len(IDS), use_tqdm=False)
-    assert counts[-1] == len(IDS) and max(most) <= 3 * SEQS + 1
+    assert counts[-1] == len(IDS) and max(held) <= 3 * SEQS + 1
     parts = llm.generate(IDS, params, use_tqdm=False)
     assert [each["token_ids"] for each in parts] == [each["token_ids"] for each in whole]
     assert [each.prompt_token_ids for each in parts] == IDS
