@@ -2,7 +2,7 @@
 
     python -m tools.bench cpu nanovllm MODEL --option quantization=int8
     python -m tools.bench cpu openvino FOLDER      # of optimum-cli export openvino -m MODEL FOLDER
-    python -m tools.bench cpu llama_cpp FILE.gguf  # one sequence only
+    python -m tools.bench cpu llama_cpp FILE.gguf 2>/dev/null  # it logs much
     python -m tools.bench cpu vllm MODEL --option dtype=bfloat16
     python -m tools.bench cpu transformers MODEL --option dtype=bfloat16  # one padded batch
 
@@ -15,6 +15,7 @@ machine.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -95,18 +96,60 @@ def openvino_engine(model: str, options: dict[str, Any]) -> Generate:
 
 
 def llama_cpp_engine(model: str, options: dict[str, Any]) -> Generate:
-    import llama_cpp
+    """Up to `n_seq_max` sequences at once; what they share is computed once, as in llama-batched-bench."""
+    import llama_cpp as c
 
-    llm = llama_cpp.Llama(model, n_ctx=2048, verbose=False, flash_attn=True, **options)
+    loaded = c.llama_model_load_from_file(model.encode(), c.llama_model_default_params())
+    params, steps = c.llama_context_default_params(), 2048  # tokens of a step
+    params.n_seq_max = options.pop("n_seq_max", 64)
+    params.n_ctx, params.n_batch, params.kv_unified = params.n_seq_max * 2048, steps, False
+    for name in ("n_threads", "n_threads_batch"):
+        setattr(params, name, options.get(name, len(os.sched_getaffinity(0))))
+    context = c.llama_init_from_model(loaded, params)
+    vocab, memory = c.llama_model_get_vocab(loaded), c.llama_get_memory(context)
+    batch = c.llama_batch_init(steps, 0, 1)
+    chain = c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
+    c.llama_sampler_chain_add(chain, c.llama_sampler_init_temp(TEMPERATURE))
+    c.llama_sampler_chain_add(chain, c.llama_sampler_init_dist(0))
+
+    def tokenized(text: str) -> list[int]:
+        found = (c.llama_token * (4 * len(text)))()
+        number = c.llama_tokenize(vocab, text.encode(), len(text.encode()), found, len(found), True, True)
+        return found[:number]
+
+    def decode(cells: list[tuple[int, int, int, bool]]) -> dict[int, int]:
+        """Run (token, position, sequence, whether to draw) in steps; return what each sequence drew."""
+        drawn: dict[int, int] = {}
+        for start in range(0, len(cells), steps):
+            part = cells[start : start + steps]
+            batch.n_tokens = len(part)
+            for place, (token, position, sequence, draws) in enumerate(part):
+                batch.token[place], batch.pos[place], batch.logits[place] = token, position, draws
+                batch.n_seq_id[place], batch.seq_id[place][0] = 1, sequence
+            assert c.llama_decode(context, batch) == 0
+            for place, (_, _, sequence, draws) in enumerate(part):
+                if draws:
+                    drawn[sequence] = c.llama_sampler_sample(chain, context, place)
+        return drawn
 
     def generate(prompts: list[str], tokens: int) -> None:
-        for prompt in prompts:
-            llm.reset()
-            answer = llm.generate(
-                llm.tokenize(prompt.encode()), temp=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0
+        for start in range(0, len(prompts), params.n_seq_max):
+            c.llama_memory_clear(memory, True)
+            group = [*map(tokenized, prompts[start : start + params.n_seq_max])]
+            differ = (place for place, ids in enumerate(zip(*group, strict=False)) if len({*ids}) > 1)
+            shared = next(differ, 0) if len(group) > 1 else 0
+            decode([(token, position, 0, False) for position, token in enumerate(group[0][:shared])])
+            for sequence in range(1, len(group) if shared else 0):
+                c.llama_memory_seq_cp(memory, 0, sequence, -1, -1)
+            drawn = decode(
+                [
+                    (ids[position], position, sequence, position + 1 == len(ids))
+                    for sequence, ids in enumerate(group)
+                    for position in range(shared, len(ids))
+                ]
             )
-            for _ in range(tokens):
-                next(answer)
+            for step in range(tokens - 1):
+                drawn = decode([(drawn[each], len(ids) + step, each, True) for each, ids in enumerate(group)])
 
     return generate
 
@@ -135,7 +178,7 @@ ENGINES: dict[str, Callable[[str, dict[str, Any]], Generate]] = {
     "vllm": vllm_engine,
     "transformers": transformers_engine,
 }
-SHARING = ("nanovllm", "openvino", "vllm")  # those with a prefix cache
+SHARING = ("nanovllm", "openvino", "vllm")  # those with an option for a prefix cache
 
 
 def rates(generate: Generate, work: Work, runs: int) -> list[float]:

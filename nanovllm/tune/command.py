@@ -133,7 +133,7 @@ def _row(search: Search, setting: Setting) -> tuple[str, ...]:
     if isinstance(outcome, Failed):
         return name, f"failed: {outcome.reason}"
     gain = f"{search.gain(setting):.2f}" if search.own_ran else "-"
-    seconds = outcome.seconds
+    seconds = outcome.rows * search.seconds_per_row(setting)
     rates = (outcome.rows, outcome.read, outcome.written)
     first, *others = (short(each / seconds) for each in rates)
     return name, f"{outcome.rows:,}", first, *others, gain, f"{outcome.loading:.1f} s"

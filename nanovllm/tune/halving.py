@@ -200,6 +200,11 @@ class Search:
             return median(own[number] / runs[number] for number in both)
         return min((own[number] for number in both), default=1.0) / min(runs.values())
 
+    def seconds_per_row(self, setting: Setting) -> float:
+        """Of a setting that ran: the median of its passes; of one pass or two the fastest, as in `gain`."""
+        runs = self._runs[setting].values()
+        return median(runs) if len(runs) >= _PASSES else min(runs)
+
     # -- trials ---------------------------------------------------------------------------------------------
 
     def _probe(self) -> bool:
