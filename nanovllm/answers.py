@@ -87,7 +87,7 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One answer. `finish_reason` is "stop", "length", "abort" or "error"; None in a part of an answer.
+    """One answer. `finish_reason` is "stop", "length", "repetition", "abort" or "error"; None in a part.
 
     Its fields are mutable and in vLLM's order, like those of a RequestOutput.
 

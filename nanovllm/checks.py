@@ -212,6 +212,8 @@ def checked_params(params: Any) -> dict[str, Any]:
     values["stop"] = check_texts("stop", params.stop)
     if values["stop"] and not params.detokenize:
         raise ValueError(f"stop={show(params.stop)} needs detokenize=True, because it is found in the text")
+    if params.repetition_detection is not None:
+        values["repetition_detection"] = _EXTRAS["repetitions"].checked(params.repetition_detection)
     if has_extras(params):
         return values | _EXTRAS["params"](params, values["max_tokens"])
     return values | {name: copy(plain) for name, plain in _EXTRA_FIELDS.items()}

@@ -200,6 +200,7 @@ EXTRAS = {
     "keep": "extras.planned:keep",  # gives the sequences of a step what they asked for
     "forced_ends": "extras.planned:forced_ends",  # of sequences that need no step for their last tokens
     "dead_end": "extras.planned:dead_end",
+    "repetitions": "extras.repetitions:Repetitions",  # ends an answer that repeats itself
     "ending": "extras.ending:ExtrasEnding",  # ends a step with `Extras`, for an `Ending`
 }
 # What the door of CPUs does in place of Triton, cuBLAS and CUDA graphs; see `cpu_door`.

@@ -97,6 +97,8 @@ class SamplingParams(FieldsOfOthers):
     thinking_token_budget: int | None = option(None, "The tokens that an answer may think; then [the "
         "thinking is closed](#thinking-and-tool-calls) and the text follows. 0 closes it at once, -1 and "
         "`None` never.", "Without `reasoning_parser`; with an end mark that is no single token.")
+    repetition_detection: Any = option(None, "Ends an output that [repeats itself]"
+        "(#answers-that-repeat-themselves).", "Sizes above 1,024; `min_count` below 2.")
     extra_args: Mapping[str, Any] | None = option(None, "What the request tells [classes of logits "
         "processors](#classes-of-logits-processors); else no effect.", "Keys that are no strings.")
     trace_decode_token_ids: Sequence[int] | None = option(None, "The output is these tokens, whatever the "

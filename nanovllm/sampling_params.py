@@ -6,6 +6,7 @@ from nanovllm.checks import MAX_N as MAX_N
 from nanovllm.checks import SEED_LIMIT as SEED_LIMIT
 from nanovllm.checks import Default as Default
 from nanovllm.extras.beams import BeamSearchParams as BeamSearchParams
+from nanovllm.extras.repetitions import RepetitionDetectionParams as RepetitionDetectionParams
 from nanovllm.extras.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from nanovllm.params import SamplingParams as SamplingParams
 from nanovllm.vllm.arguments import missing_in

@@ -61,7 +61,7 @@ class NoDevice:
         most = 0
         for row, seq_id in enumerate(batch.seq_ids):
             if seq_id not in self._left:
-                prompt = self._core.requests._owners[seq_id].request.prompt_token_ids
+                prompt = self._core.requests.unfinished[seq_id].request.prompt_token_ids
                 self._left[seq_id] = self.longest[seq_id] = self._lengths[prompt[-1]]
             most = max(most, self.longest[seq_id])
             if batch.draws[row]:

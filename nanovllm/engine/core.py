@@ -130,7 +130,7 @@ class Core:
             self._in_flight = None
             self.scheduler = self._make_scheduler(self._config, self.room)
         else:
-            for seq_id in self.requests.unfinished:
+            for seq_id in [*self.requests.unfinished]:
                 self.scheduler.abort(seq_id)
         self._arrived.clear()
         self._num_arrived = 0

@@ -56,7 +56,7 @@ class Requests:
         self._last: tuple[SamplingParams | None, bool] = None, False  # whether the last ones have extras
         self._seq_ids = count()
         self._states: dict[str, RequestState] = {}  # by request id
-        self._owners: dict[int, RequestState] = {}  # by id of each unfinished sequence
+        self.unfinished: dict[int, RequestState] = {}  # by id of each unfinished sequence
         self._stops: dict[int, Any] = {}  # `StopStrings` by id of each unfinished sequence with stop strings
         self._parts: Any = None  # `Parts` of all answers, for a stream with deltas
         self._epoch = time() - perf_counter()  # converts perf_counter to seconds since 1970
@@ -96,60 +96,56 @@ class Requests:
         """Keep a request, which arrived at `arrival`, until all of its sequences have ended."""
         state = self._states[str(request.request_id)] = RequestState(request, sequences, arrival)
         for index, seq in enumerate(sequences):
-            self._owners[seq.seq_id] = state
+            self.unfinished[seq.seq_id] = state
             stop = self.processor.stop_strings(request, always=self._parts is not None)
+            if request.params.repetition_detection is not None:
+                stop = _EXTRAS["repetitions"].of(self.processor, request, stop)
             if stop is not None:
                 self._stops[seq.seq_id] = stop
             if self._parts is not None:
                 self._parts.add(seq.seq_id, state, index, stop)
 
-    @property
-    def unfinished(self) -> list[int]:
-        """The ids of all sequences that have not ended."""
-        return list(self._owners)
-
     def unfinished_sequences(self, request_id: str | int) -> list[int]:
         """The ids of the request's unfinished sequences; empty if the request is unknown or finished."""
         state = self._states.get(str(request_id))
-        return [] if state is None else [s.seq_id for s in state.sequences if s.seq_id in self._owners]
+        return [] if state is None else [s.seq_id for s in state.sequences if s.seq_id in self.unfinished]
 
     def scheduled(self, batch: Batch, now: float) -> None:
         """Record that a step for the sequences of `batch` is launched."""
         for seq_id in batch.seq_ids:
-            state = self._owners[seq_id]
+            state = self.unfinished[seq_id]
             if state.first_scheduled is None:
                 state.first_scheduled = now
 
     def first_tokens(self, events: TokenEvents, now: float) -> None:
         """Record that the tokens of a prefill step were read."""
         for seq_id in events.seq_ids:
-            state = self._owners[seq_id]
+            state = self.unfinished[seq_id]
             if state.first_token is None:
                 state.first_token = now
 
     def find_stop_strings(self, events: TokenEvents) -> dict[int, str]:
-        """Decode the tokens of a step; return {sequence id: "stop"} for sequences that reach a stop string.
+        """Decode the tokens of a step; return {sequence id: finish reason} for those that such a search ends.
 
-        The token that stopped a sequence is not part of its text.
+        The token that stopped a sequence, its last one, is not part of its text.
         """
         found: dict[int, str] = {}
         if self._stops:
-            for seq_id, token_id in zip(events.seq_ids, events.token_ids, strict=True):
+            last = {seq_id: place for place, seq_id in enumerate(events.seq_ids)}
+            for place, (seq_id, token_id) in enumerate(zip(events.seq_ids, events.token_ids, strict=True)):
                 stop = self._stops.get(seq_id)
-                if stop is None or events.finish_reasons.get(seq_id) == "stop":
-                    continue
-                if stop.append(token_id):
-                    found[seq_id] = "stop"
+                is_stop = events.finish_reasons.get(seq_id) == "stop" and place == last[seq_id]
+                if stop is not None and not is_stop and stop.append(token_id):
+                    found[seq_id] = stop.reason
         return found
 
     def finish(self, seq_ids: Iterable[int], now: float) -> list[RequestOutput]:
         """Record sequences that ended; return the outputs of the requests that ended with them."""
         outputs = []
         for seq_id in seq_ids:
-            state = self._owners.pop(seq_id)
+            state = self.unfinished.pop(seq_id)
             request, index = state.request, seq_id - state.sequences[0].seq_id
-            seq = state.sequences[index]
-            state.completions[index] = self._complete(request, index, seq)
+            state.completions[index] = self._complete(request, index, state.sequences[index])
             if len(state.completions) == request.params.n:
                 del self._states[str(request.request_id)]
                 outputs.append(self._output(state, now))
@@ -166,7 +162,7 @@ class Requests:
 
     def _metrics(self, state: RequestState, now: float) -> RequestMetrics:
         epoch, scheduled, token = self._epoch, state.first_scheduled, state.first_token
-        whole = {each.finish_reason for each in state.completions.values()} <= {"stop", "length"}
+        whole = {each.finish_reason for each in state.completions.values()}.isdisjoint(("abort", "error"))
         return RequestMetrics(
             arrival_time=epoch + state.arrival,
             first_scheduled_time=None if scheduled is None else epoch + scheduled,
@@ -190,7 +186,7 @@ class Requests:
     def clear(self) -> None:
         """Forget all requests; ids continue to count up."""
         self._states.clear()
-        self._owners.clear()
+        self.unfinished.clear()
         self._stops.clear()
         self._parts = None
 

@@ -36,7 +36,7 @@ def replayed(values: Mapping[str, Any]) -> dict[str, Any]:
     ends = {"max_tokens": len(values["trace_decode_token_ids"]), "min_tokens": 0, "ignore_eos": True}
     neutral = {name: column.neutral for name, column in PENALTIES.items()}
     lists: dict[str, Any] = {"stop": [], "stop_token_ids": [], "logit_bias": {}, "logits_processors": []}
-    return ends | neutral | lists
+    return ends | neutral | lists | {"repetition_detection": None}
 
 
 def _checked_words(params: SamplingParams) -> dict[str, Any]:

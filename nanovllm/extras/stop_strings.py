@@ -145,6 +145,8 @@ class StopStrings:
     The match that ends first counts; if several end at the same character, the first one in the list.
     """
 
+    reason = "stop"  # how the completion ends, once one was found
+
     def __init__(self, search: StopSearch, stream: _TextStream, min_tokens: int = 0) -> None:
         """min_tokens: matches that end within this number of tokens do not count."""
         self.search = search

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nanovllm.engine.requests import drawn_seed
+from nanovllm.extras.repetitions import RepetitionDetectionParams
 from nanovllm.extras.structured_outputs import StructuredOutputsParams
 from nanovllm.inputs import show
 from nanovllm.jobs.errors import refusing
@@ -17,6 +18,11 @@ from nanovllm.jobs.sources import parse_json
 from nanovllm.params import SamplingParams
 
 PARAMS_COLUMN = "sampling_params"
+# Parameters that JSON has as an object: the class whose fields it has.
+_OBJECTS: dict[str, type] = {
+    "structured_outputs": StructuredOutputsParams,
+    "repetition_detection": RepetitionDetectionParams,
+}
 
 
 def row_params(
@@ -49,15 +55,15 @@ def row_seed(seed: int, index: int) -> int:
 def make_params(values: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
     """Return SamplingParams with these values, as JSON has them, on top of `base`.
 
-    `structured_outputs` is a dictionary of the fields of StructuredOutputsParams. ValueError or TypeError for
-    a wrong value, and for logprobs of prompts, which have no place in an answer.
+    `structured_outputs` and `repetition_detection` are dictionaries of the fields of their classes.
+    ValueError or TypeError for a wrong value, and for logprobs of prompts, which have no place in an answer.
     """
     given = dict(values)
-    structured = given.get("structured_outputs")
-    if structured is not None:
-        if not isinstance(structured, Mapping):
-            raise TypeError(f"structured_outputs must be an object {{...}}, not {show(structured)}")
-        given["structured_outputs"] = StructuredOutputsParams(**structured)
+    for name, kind in _OBJECTS.items():
+        if (found := given.get(name)) is not None:
+            if not isinstance(found, Mapping):
+                raise TypeError(f"{name} must be an object {{...}}, not {show(found)}")
+            given[name] = kind(**found)
     if given.get("prompt_logprobs") is not None:
         raise ValueError("prompt_logprobs are not written by a job; leave them out, or use LLM.generate")
     return SamplingParams(**({} if base is None else vars(base)) | given)

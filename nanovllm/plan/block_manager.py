@@ -114,16 +114,16 @@ class BlockManager:
         """share_outputs: the last block of a sequence that ends stays findable with its output."""
         self.num_blocks, self.block_size = room.num_blocks, room.block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._tree = PrefixTree()
         self.pool = self._make_pool(room)
         self._share_outputs = share_outputs
-        self._tree = PrefixTree()
         # Of the step being planned: what is copied to each block of a group, from where; the owned sources.
         self._copied: list[dict[int, list[Piece]]] = [{} for _ in room.groups]
         self._pinned: list[int] = []
         self.num_cached_tokens = 0  # total tokens that allocations found in the prefix cache
 
     def _make_pool(self, room: Room) -> BlockPool:
-        return BlockPool(room.num_blocks, self._forget)
+        return BlockPool(room.num_blocks, self._tree.remove)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -321,7 +321,3 @@ class BlockManager:
         if known is not None and not known.is_full:
             self._tree.remove(known)
             self.pool.content[block] = None
-
-    def _forget(self, content: CachedBlock) -> None:
-        """A cached block is reused."""
-        self._tree.remove(content)

@@ -143,6 +143,8 @@ class ParsedText:
     """The `StopStrings` of an answer that is separated: stop strings count in the text behind the
     thinking."""
 
+    reason = "stop"
+
     def __init__(
         self, parsers: AnswerParsers, asked: Asked, stream: ThinkingStream, stops: StopStrings
     ) -> None:

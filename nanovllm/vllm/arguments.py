@@ -209,7 +209,6 @@ SAMPLING: dict[str, Absent] = {
     "use_beam_search": _OFF,
     "length_penalty": Absent((1.0, None), _LEAVE_OUT),
     "early_stopping": _OFF,
-    "repetition_detection": Absent((None,), "use repetition_penalty"),
     "prompt_logprob_token_ids": Absent(_NOTHING, "use score()"),
     "prompt_logprob_start": Absent((None, 0), "use score()"),
     "routed_experts_prompt_start": Absent((0, None), _LEAVE_OUT),

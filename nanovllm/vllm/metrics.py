@@ -41,7 +41,7 @@ _EDGES: dict[str, Sequence[float]] = {
     "request_prefill_time_seconds": _LATENCY,
     "request_decode_time_seconds": _LATENCY,
 }
-_REASONS = ("stop", "length", "abort", "error")
+_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 class _Distribution:

@@ -346,5 +346,5 @@ class GroupBlocks(BlockManager):
         if isinstance(content, Twin):
             del self.twins[content.group][content.first]
         else:
-            super()._forget(content)
+            self._tree.remove(content)
             self._forget_twins(content.block)

@@ -38,7 +38,7 @@ class StepRecorder:
         finish = core._finished
 
         def finished(step: Any, *args: Any) -> Any:
-            batch, owners = step[0], core.requests._owners
+            batch, owners = step[0], core.requests.unfinished
             known = [each for each in batch.seq_ids if each in owners]
             indices.update((each, owners[each].request.index) for each in known)
             outputs, stats = finish(step, *args)

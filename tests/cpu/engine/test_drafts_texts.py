@@ -128,3 +128,21 @@ def test_ranks_and_replicas(sizes: dict[str, int], plain: LLM) -> None:
     with make(SUFFIX, **sizes) as llm:
         check_equal(llm.generate(PROMPTS, params, use_tqdm=False), expected)
         assert llm.stats().num_draft_tokens > 0
+
+
+def test_a_stop_string_before_the_end_of_the_same_step(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step accepts the token that completes a stop string, and the end-of-sequence token after it."""
+    params = [SamplingParams(max_tokens=40, seed=seed, temperature=1.2) for seed in range(len(PROMPTS))]
+    outputs = plain.generate(PROMPTS, params, use_tqdm=False)
+    whole = [output.outputs[0] for output in outputs]
+    rows = [row for row, each in enumerate(whole) if each.finish_reason == "stop" and len(each.text) > 3]
+    assert rows
+    for row in rows:
+        params[row].stop, params[row].min_tokens = [whole[row].text[-1]], len(whole[row].token_ids) - 2
+    expected = plain.generate(PROMPTS, params, use_tqdm=False)
+    assert all(expected[row].outputs[0].stop_reason for row in rows)
+    draft_cases.compute_all_drafts(monkeypatch)
+    draft_cases.set_proposer(monkeypatch, Oracle(whole_texts(outputs)))
+    with make(SUFFIX) as llm:
+        check_equal(llm.generate(PROMPTS, params, use_tqdm=False), expected)
+        assert llm.stats().num_accepted_tokens > 5
