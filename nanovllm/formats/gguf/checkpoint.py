@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.formats.gguf import hybrids
+from nanovllm.formats.gguf import hybrids, lfm2
 from nanovllm.formats.gguf.ends import ends
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor, all_tensors
 from nanovllm.formats.gguf.parts import models, parts
@@ -29,6 +29,11 @@ from nanovllm.formats.gguf.tokenizer import write_tokenizer
 from nanovllm.models.registry import Checkpoint, T
 from nanovllm.quantization.shards import WeightSource
 
+# What reads files whose layers differ, or have names of their own: see `hybrids.read`.
+_READERS = {
+    **dict.fromkeys(hybrids.ARCHITECTURES, hybrids.read),
+    **dict.fromkeys(lfm2.ARCHITECTURES, lfm2.read),
+}
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -36,6 +41,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     **hybrids.ARCHITECTURES,
+    **lfm2.ARCHITECTURES,
 }
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -205,8 +211,8 @@ class _Config:
         self.permutes = self._architecture == "llama"
         self._is_mixtral = self.permutes and bool(self._get("expert_count"))
         self._more: dict[str, Any] = {}
-        if self._architecture in hybrids.ARCHITECTURES:
-            self._keys, self.tensors, self._more = hybrids.read(self.file, self.tensors)
+        if reader := _READERS.get(self._architecture):
+            self._keys, self.tensors, self._more = reader(self.file, self.tensors)
 
     def name(self, name: str) -> str:
         """The name of a tensor in the family of this model; Mixtral has others."""

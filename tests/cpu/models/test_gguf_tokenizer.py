@@ -137,6 +137,18 @@ REFERENCES: dict[str, Callable[[], Any]] = {
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     ),
+    "lfm2": lambda: pre_tokenizers.Sequence(  # as LFM2.5-8B-A1B writes it; its files have this name too
+        [
+            pre_tokenizers.Split(
+                Regex(
+                    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                    r"|\s*[\r\n]|\s+(?!\S)|\s"
+                ),
+                "isolated",
+            ),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
     "tekken": lambda: pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(
@@ -173,6 +185,17 @@ def test_the_demo_models_tokenizer_and_chat_template(tmp_path: Path) -> None:
     assert ours.apply_chat_template(chat, **options) == theirs.apply_chat_template(chat, **options)
     assert ours.name_or_path == str(path) and ours.pad_token == theirs.pad_token
     assert ours.model_max_length == theirs.model_max_length == 1024
+
+
+def test_words_and_the_begin_of_a_text_as_for_llama3(tmp_path: Path) -> None:
+    """A word that is a token needs no merges, and a file of LFM2 need not say that texts begin with one."""
+    tokens, types = [*ALPHABET, "xyz", "<|startoftext|>"], [*[NORMAL] * 258, CONTROL]
+    merges: dict[str, Any] = {"token_merges": ["a b"], "bos_token_id": 258}
+    tokenizer = read(write_tokens(tmp_path / "x.gguf", tokens, types, pre="lfm2", **merges))
+    assert ids(tokenizer, "xyz", True) == [258, 257]
+    more = merges | {"add_bos_token": False}
+    tokenizer = read(write_tokens(tmp_path / "y.gguf", tokens, types, pre="lfm2", **more))
+    assert ids(tokenizer, "ab", True) == [256]
 
 
 def test_several_chat_templates(tmp_path: Path) -> None:
