@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -185,6 +186,16 @@ def test_tools_may_be_functions(llm: LLM) -> None:
     assert output.prompt == "add ['a']"
     with pytest.raises(ValueError, match="tools: DocstringParsingException"):
         llm.chat(USER, SHORT, tools=[lambda x: x], chat_template=template)
+
+
+def test_numbers_of_tools_keep_their_points(llm: LLM) -> None:
+    """Models are trained on texts of transformers; llama.cpp writes 1 for 1.0."""
+    number = {"type": "number", "minimum": 0.1, "maximum": 1.0, "default": 1e-07, "enum": [None, [1, 1e16]]}
+    function = {"name": "größe", "parameters": {"type": "object", "properties": {"x": number}}}
+    tools = [{"type": "function", "function": function}]
+    template = "{{ tools | tojson }}"
+    [output] = llm.chat(USER, SHORT, tools=tools, chat_template=template, use_tqdm=False)
+    assert output.prompt == json.dumps(tools, ensure_ascii=False) and '"maximum": 1.0,' in output.prompt
 
 
 def test_a_tokenizer_with_a_method_of_its_own_applies_it() -> None:
