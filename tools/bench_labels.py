@@ -111,12 +111,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--shared", type=int, default=200)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--max-num-seqs", type=int, help="default: the engine's")
     parser.add_argument("--idle", action="store_true", help="what the host does while no kernel runs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"tokenizer": demo_model_path(), "load_format": "dummy"}
         model = args.model or str(write_shape("qwen3-0.6b", Path(folder)))
-        llm = LLM(model, **({} if args.model else options))
+        more = {"max_num_seqs": args.max_num_seqs} if args.max_num_seqs else {}
+        llm = LLM(model, **more | ({} if args.model else options))
     shifts, on_gpu = count(17, 17), torch.cuda.is_available()
     for name in args.answers:
         params = SamplingParams(temperature=0.6, detokenize=name == "choice", **ANSWERS[name])
