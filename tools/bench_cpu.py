@@ -82,7 +82,8 @@ def openvino_engine(model: str, options: dict[str, Any]) -> Generate:
     import openvino_genai
 
     schedule = openvino_genai.SchedulerConfig()
-    schedule.cache_size, schedule.max_num_seqs, schedule.max_num_batched_tokens = 2, 256, 8192
+    schedule.cache_size, schedule.max_num_batched_tokens = options.pop("cache_size", 2), 8192  # GB
+    schedule.max_num_seqs = options.pop("max_num_seqs", 256)
     schedule.enable_prefix_caching = options.pop("enable_prefix_caching")
     pipeline = openvino_genai.LLMPipeline(model, "CPU", scheduler_config=schedule, **options)
 
