@@ -12,11 +12,12 @@ from typing import Any
 
 from nanovllm.formats.fp8.kernels.values import GROUP
 from nanovllm.formats.fp8.loading import Stored, rows_in_blocks
-from nanovllm.formats.fp8.method import OTHER_CACHE, Fp8Config, check_choices, is_fp8_cache
+from nanovllm.formats.fp8.method import OTHER_CACHE, Fp8Config, is_fp8_cache
 from nanovllm.formats.int4.configs import pack_quantized_config
 from nanovllm.formats.int8.method import int_quantized
 from nanovllm.formats.mxfp8.method import mxfp8_quantized
 from nanovllm.formats.nvfp4.configs import nvfp4_pack_quantized
+from nanovllm.formats.stated import check_choices, check_expressions, names_of
 from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import WeightMethod, is_cache_scale
@@ -135,14 +136,9 @@ def _group(name: str, stated: Any, format_: Any) -> _Group:
 
 
 def _names(key: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"{_WHERE}: {key} must be a list of names, not {value!r}")
-    for name in value:
-        try:
-            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
-        except re.error as error:
-            raise ValueError(f"{_WHERE}: {key}: {name!r} is no regular expression: {error}") from None
-    return tuple(value)
+    names = names_of(f"{_WHERE}: {key}", value)
+    check_expressions(f"{_WHERE}: {key}", (name for name in names if name.startswith("re:")), "re:")
+    return names
 
 
 def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:

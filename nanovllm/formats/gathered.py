@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -18,11 +19,13 @@ from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ExpertsMethod, ExpertWeights
-from nanovllm.quantization.base import Gated, LinearMethod, Normed
+from nanovllm.quantization.base import Gated, Kind, LinearMethod, Normed
+from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import WeightMethod, WeightOptions, WeightShard, WeightSource, scale_values
 from nanovllm.quantization.unquantized import dense_method
 
 Check = Callable[[torch.Tensor], str | None]  # says what is wrong with values in float32
+_Shard = TypeVar("_Shard", bound="PartShard")
 
 
 def owned(part: WeightShard) -> tuple[range, range]:
@@ -56,7 +59,7 @@ class PartShard(WeightShard):
 
     @classmethod
     def of(
-        cls,
+        cls: type[_Shard],
         param: str,
         weight: WeightShard,
         shape: tuple[int, ...],
@@ -66,7 +69,7 @@ class PartShard(WeightShard):
         loose: bool = False,
         check: Check | None = None,
         dummy: float | None = None,
-    ) -> PartShard:
+    ) -> _Shard:
         """A tensor of the module of `weight`."""
         return cls(
             param,
@@ -108,8 +111,12 @@ class Format(ABC):
 
     name: str
 
+    def on(self, options: WeightOptions) -> Format:
+        """The same for a model with these options."""
+        return self
+
     @abstractmethod
-    def shards(self, part: WeightShard) -> list[PartShard]:
+    def shards(self, part: WeightShard) -> Sequence[PartShard]:
         """The tensors of a module that hold a rank's part of its weight. ValueError if sizes do not fit."""
 
     @abstractmethod
@@ -140,10 +147,13 @@ class GatheredMethod(WeightMethod):
 
     def prepare(self, parts: Sequence[WeightShard], options: WeightOptions) -> list[WeightShard]:
         """What a checkpoint must hold to fill `parts`. ValueError if ranks cannot split them."""
-        self.device = options.device
+        self.device, self.format = options.device, self.format.on(options)
         self._needed = {part: self.format.shards(part) for part in parts}
         self._waiting: dict[WeightShard, dict[str, torch.Tensor]] = {}
         return [shard for shards in self._needed.values() for shard in shards]
+
+    def check(self, shard: PartShard, read: torch.Tensor) -> None:
+        """ValueError for what a shard has read, and this method cannot store."""
 
     @abstractmethod
     def fill(self, part: WeightShard, tensors: dict[str, torch.Tensor]) -> None:
@@ -152,6 +162,7 @@ class GatheredMethod(WeightMethod):
     def load(self, shard: WeightShard, source: WeightSource) -> None:
         assert isinstance(shard, PartShard) and shard.weight is not None
         read, waiting = shard.read(source), self._waiting.setdefault(shard.weight, {})
+        self.check(shard, read)
         waiting[shard.param] = torch.empty_like(read, device=self.device).copy_(read)
         if len(waiting) == len(self._needed[shard.weight]):
             del self._waiting[shard.weight]
@@ -237,3 +248,23 @@ class DequantisedExperts(GatheredMethod, ExpertsMethod):
 
     def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         return self.dense.apply(x, routing, mlp)
+
+
+@dataclass(frozen=True)
+class DequantisedConfig(QuantConfig):
+    """All modules that it is asked for are in a format of 8 bits."""
+
+    format: Format
+
+    def method(self, path: str, kind: Kind) -> LinearMethod:
+        return DequantisedLinear(self.format)
+
+    def experts(self, path: str) -> WeightMethod:
+        return DequantisedExperts(self.format)
+
+    @property
+    def note(self) -> str | None:
+        return (
+            f"weights in {self.format.name} are dequantised as they are loaded, to twice the files' memory "
+            "in 16 bits, and activations are not quantised"
+        )

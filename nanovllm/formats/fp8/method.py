@@ -29,6 +29,7 @@ from nanovllm.formats.fp8.loading import (
     rows_in_blocks,
     splits_blocks,
 )
+from nanovllm.formats.stated import check_choices, check_expressions, names_of
 from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import HAS_TRITON
 from nanovllm.moe.experts import UnquantizedExpertsMethod
@@ -38,6 +39,7 @@ from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import WeightOptions, WeightShard
 from nanovllm.quantization.unquantized import dense_method
 
+_WHERE = "config.json: quantization_config"
 _LEAST_CAPABILITY = (8, 9)  # of GPUs that multiply FP8 values
 OTHER_CACHE = "the files' scales of a KV cache that is not in FP8 are not used"  # a note
 _MULTIPLE = 16  # of the inputs of a product in FP8
@@ -186,7 +188,7 @@ class Fp8Config(QuantConfig):
     def of(cls, stated: Mapping[str, Any]) -> Fp8Config:
         """Read a quantization_config of quant_method "fp8". ValueError for what is not supported."""
         check_choices(
-            "config.json: quantization_config",
+            _WHERE,
             stated,
             {
                 "activation_scheme": ("dynamic", "static", None),
@@ -194,24 +196,15 @@ class Fp8Config(QuantConfig):
                 "weight_block_size": ([GROUP, GROUP], None),
             },
         )
+        where = f"{_WHERE}: modules_to_not_convert"
         names = stated.get("modules_to_not_convert") or stated.get("ignored_layers") or []
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(
-                f"config.json: quantization_config: modules_to_not_convert must be names, not {names!r}"
-            )
-        for name in names:
-            try:
-                re.compile(name)
-            except re.error as error:
-                raise ValueError(
-                    f"config.json: quantization_config: modules_to_not_convert: {name!r} is no regular "
-                    f"expression: {error}"
-                ) from None
+        ignored = names_of(where, names, "names")
+        check_expressions(where, ignored)
         stored = Stored.TENSOR if stated.get("weight_block_size") is None else Stored.BLOCKS
         static = stated.get("activation_scheme") == "static"
         cache = stated.get("kv_cache_scheme")
         in_fp8 = bool(cache) and is_fp8_cache(cache)
-        return cls(stored, tuple(names), static, cache_scales=in_fp8)
+        return cls(stored, ignored, static, cache_scales=in_fp8)
 
     def method(self, path: str, kind: Kind) -> LinearMethod:
         if kind != "linear" or self._ignores(self.names.of(path)):
@@ -261,14 +254,6 @@ def _covers(pattern: str, name: str) -> bool:
 def multiplies_fp8(capability: tuple[int, int]) -> bool:
     """Whether devices of this CUDA compute capability, (0, 0) for a CPU, multiply FP8 values."""
     return HAS_TRITON and capability >= _LEAST_CAPABILITY
-
-
-def check_choices(where: str, stated: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]) -> None:
-    """ValueError unless each key has one of its supported values; None: it may be absent."""
-    for key, values in supported.items():
-        if stated.get(key) not in values:
-            names = ", ".join(repr(value) for value in values if value is not None)
-            raise ValueError(f"{where}: {key} {stated.get(key)!r} is not supported; supported: {names}")
 
 
 def is_fp8_cache(scheme: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from nanovllm.formats.int4.experts import Int4ExpertsMethod
 from nanovllm.formats.int4.layouts import Int4Format, awq, gptq, pack_quantized
 from nanovllm.formats.int4.method import Int4LinearMethod
+from nanovllm.formats.stated import check_expressions, names_of
 from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.method import ExpertsMethod
 from nanovllm.quantization.base import Kind, LinearMethod
@@ -90,7 +91,8 @@ def from_awq(stated: Mapping[str, Any]) -> QuantConfig:
     _one_of(stated, "version", ("gemm",), default="gemm")
     group = _one_of(stated, "group_size", _GROUPS, default=128)
     zero_point = _one_of(stated, "zero_point", (True, False), default=True)
-    skipped = _strings(stated, "modules_to_not_convert")
+    names, key = stated.get("modules_to_not_convert"), f"{_KEY}: modules_to_not_convert"
+    skipped = () if names is None else names_of(key, names)
     return Int4Config(awq(group, zero_point), _ROUTERS + tuple(map(re.escape, skipped)))
 
 
@@ -118,11 +120,7 @@ def _without(dynamic: Any) -> tuple[str, ...]:
             f"{_KEY}: dynamic {dynamic!r} gives modules settings of their own, which is not "
             "supported; supported: the same bits and group_size for all, and '-:' with modules without them"
         )
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{_KEY}: dynamic: {pattern!r} is no regular expression: {error}") from None
+    check_expressions(f"{_KEY}: dynamic", patterns)
     return patterns
 
 
@@ -181,13 +179,4 @@ def _one_of(
     if not any(type(value) is type(each) and value == each for each in values):
         supported = ", ".join(map(repr, values))
         raise ValueError(f"{where}: {key} {value!r} is not supported; supported: {supported}")
-    return value
-
-
-def _strings(stated: Mapping[str, Any], key: str) -> list[str]:
-    value = stated.get(key)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise ValueError(f"{_KEY}: {key} must be a list of names, not {value!r}")
     return value

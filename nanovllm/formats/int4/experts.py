@@ -5,15 +5,14 @@ As `Int4LinearMethod`: one layout on a GPU, dequantised weights elsewhere. Opens
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from nanovllm.formats.int4.kernels.experts import choose_int4_experts, int4_expert_gemv
-from nanovllm.formats.int4.kernels.layout import Int4Experts, Int4Weight
-from nanovllm.formats.int4.layouts import Int4Format
-from nanovllm.formats.int4.loading import Int4Method, Store, register
+from nanovllm.formats.int4.kernels.layout import Int4Experts
+from nanovllm.formats.int4.loading import FourBitMethod, Int4Method, register
 from nanovllm.kernels.compat import INTERPRET, use_triton
 from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.kernels.gemv import use_expert_gemv
@@ -26,7 +25,7 @@ from nanovllm.quantization.base import Normed
 from nanovllm.quantization.shards import WeightOptions, WeightShard
 
 
-class PackedExpertsMethod(ExpertsMethod):
+class PackedExpertsMethod(FourBitMethod, ExpertsMethod):
     """Products with weights of experts in 4 bits, or with the dequantised ones, if `dense` holds them."""
 
     dense: UnquantizedExpertsMethod | None = None
@@ -34,22 +33,40 @@ class PackedExpertsMethod(ExpertsMethod):
     down: Int4Experts
     deterministic: bool
 
-    def make(
-        self, layer: nn.Module, name: str, weights: ExpertWeights, group: int, options: WeightOptions
+    def create(
+        self, layer: nn.Module, gate_up: ExpertWeights, down: ExpertWeights, options: WeightOptions
+    ) -> list[WeightShard]:
+        """Words, scales and perhaps factors of both weights; dequantised `gate_up` and `down`."""
+        self.deterministic, shards = options.deterministic, gate_up.shards + down.shards
+        if not self.keeps(shards, options):
+            self.dense = UnquantizedExpertsMethod()
+            return self.prepare(self.dense.create(layer, gate_up, down, options), options)
+        created = self.prepare(shards, options)
+        self.gate_up = self._make(layer, "gate_up", gate_up, options)
+        self.down = self._make(layer, "down", down, options)
+        return created
+
+    def _make(
+        self, layer: nn.Module, name: str, weights: ExpertWeights, options: WeightOptions
     ) -> Int4Experts:
         """Parameters of one of the two weights, all zero."""
+        group = self.group_of(weights.shards[0])
         made = Int4Experts.empty(*weights.shape, group, options.device, options.dtype)
         for part in ("words", "scales", "factors"):
             if (data := getattr(made, part)) is not None:
                 register(layer, f"{name}_{part}", data)
         return made
 
-    def part(self, shard: WeightShard) -> Int4Weight:
-        """The place of a shard of [N, K]; ranks split `down` by its inputs."""
-        assert shard.index is not None
-        if shard.dim:
-            return self.down.expert(shard.index)
-        return self.gate_up.expert(shard.index).rows(slice(shard.offset, shard.offset + shard.length))
+    def fill(self, part: WeightShard, tensors: dict[str, torch.Tensor]) -> None:
+        if self.dense is not None:
+            self.dense.fill(part, self.format.values(part, tensors))
+            return
+        assert part.index is not None
+        if part.dim:  # ranks split `down` by its inputs
+            place = self.down.expert(part.index)
+        else:
+            place = self.gate_up.expert(part.index).rows(slice(part.offset, part.offset + part.length))
+        self.store(place, part, tensors)
 
     def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         if self.dense is not None:
@@ -65,31 +82,8 @@ class PackedExpertsMethod(ExpertsMethod):
 
 
 class Int4ExpertsMethod(Int4Method, PackedExpertsMethod):
-    """Weights that `format` reads. Those whose inputs are in another order for each expert (desc_act,
+    """Weights that an `Int4Format` reads. Those whose inputs are in another order for each expert (desc_act,
     actorder) are dequantised on a GPU too."""
 
-    def __init__(self, format: Int4Format, packs: bool = True) -> None:
-        """As `Int4LinearMethod`."""
-        self.format = format
-        self.packs = packs
-
-    def create(
-        self, layer: nn.Module, gate_up: ExpertWeights, down: ExpertWeights, options: WeightOptions
-    ) -> list[WeightShard]:
-        """Words and scales of both weights; dequantised `gate_up` and `down`."""
-        self.deterministic = options.deterministic
-        shards = gate_up.shards + down.shards
-        if self.format.sorts or not self.keeps_bits(options):
-            self.dense = UnquantizedExpertsMethod()
-            shards = self.dense.create(layer, gate_up, down, options)
-            return self.prepare(shards, options)
-        created = self.prepare(shards, options)
-        groups = (self.group_of(each.shards[0]) for each in (gate_up, down))
-        self.gate_up = self.make(layer, "gate_up", gate_up, next(groups), options)
-        self.down = self.make(layer, "down", down, next(groups), options)
-        return created
-
-    def target(self, part: WeightShard) -> Int4Weight | Store:
-        if self.dense is not None:
-            return partial(self.dense.fill, part)
-        return self.part(part)
+    def keeps(self, parts: Sequence[WeightShard], options: WeightOptions) -> bool:
+        return not self.format.sorts and super().keeps(parts, options)

@@ -6,31 +6,50 @@ nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Literal
 
 import torch
 
+from nanovllm.formats.gathered import Format, PartShard, owned
+from nanovllm.formats.int4.kernels.layout import BLOCK, SUB
 from nanovllm.kernels.kinds import Kinds, unknown
-from nanovllm.quantization.shards import WeightShard, WeightSource
+from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 
 Role = Literal["codes", "scales", "zeros", "order", "shape"]
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each of 8 neighbours in a word; elsewhere they are in order
 _PER_WORD = 8
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MIDDLE = 0x88888888 - 2**32  # a word of eight 8s
+_MIDDLE = 8  # the zero point of formats without zero points
+_MIDDLES = 0x88888888 - 2**32  # a word of eight of them
 _ONES = 0x11111111
 _DUMMY_SCALE = 0.0043  # random codes then spread by 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Shard(WeightShard):
-    """One tensor of a weight [N, K] in 4 bits; `shape` is the tensor's, start and length are not used."""
+class Int4Shard(PartShard):
+    """One tensor of a weight [N, K] in 4 bits."""
 
     role: Role = "codes"
-    weight: WeightShard | None = None  # the part of the weight that this rank holds
     groups: int = 0  # of an order
-    sorts: bool = True  # an order may differ from that of the inputs
+    format: Int4Format | None = None
+
+    def read(self, source: WeightSource) -> torch.Tensor:
+        """A rank's codes [rows, columns], scales and zero points [groups, rows]; of others all."""
+        assert self.weight is not None and self.format is not None
+        rows, columns = owned(self.weight)
+        whole = self.format.group_of(self.weight.shape[1])
+        groups = range(columns.start // whole, -(-columns.stop // whole))
+        if self.role == "codes":
+            return self.format.read_codes(source, rows, columns)
+        if self.role == "scales":
+            return self.format.read_scales(source, rows, groups)
+        if self.role == "zeros":
+            return self.format.read_zeros(source, rows, groups)
+        if self.role in ("order", "shape"):
+            return source[:]
+        raise unknown("tensor of a weight in 4 bits", self.role)
 
     def wrong_value(self, source: WeightSource) -> str | None:
         """A value that this tensor must not have, for an error."""
@@ -58,13 +77,14 @@ class Int4Shard(WeightShard):
         counts = values.bincount(minlength=self.groups)
         for group in (counts != size).nonzero().flatten().tolist():
             return f"group {group} {counts[group].item()} times, which must be {size}"
-        if not self.sorts and not values.equal(torch.arange(len(values)) // size):
+        assert self.format is not None
+        if not self.format.sorts and not values.equal(torch.arange(len(values)) // size):
             return "groups that are no neighbours, but config.json says desc_act: false"
         return None
 
 
 @dataclass(frozen=True)
-class Int4Format:
+class Int4Format(Format):
     """How a checkpoint holds weights [N, K]: 8 codes in an int32 word, a scale and a zero point for each
     `group` columns of a row; a value is (code - zero point) * scale."""
 
@@ -80,13 +100,18 @@ class Int4Format:
     packs_outputs: bool = False  # a word holds codes of 8 outputs, not of 8 inputs
     nibbles: tuple[int, ...] = tuple(range(_PER_WORD))
     less: int = 0  # zero points are stored as words minus this
+    dtype: torch.dtype = torch.float32  # to which scales are rounded
+
+    def on(self, options: WeightOptions) -> Int4Format:
+        return replace(self, dtype=options.dtype)
 
     def group_of(self, k: int) -> int:
         """The columns of a weight with k columns that share a scale."""
         return k if self.group == -1 else self.group
 
     def shards(self, weight: WeightShard) -> list[Int4Shard]:
-        """The tensors that hold `weight`, a part of a weight. ValueError if its sizes do not fit."""
+        """The tensors that hold `weight`, a part of a weight. ValueError if its sizes do not fit, or if ranks
+        cannot split it."""
         n, k = weight.shape
         group = self.group_of(k)
         if k % group or k % _PER_WORD or (n % _PER_WORD and (self.packs_outputs or self.zeros)):
@@ -95,6 +120,7 @@ class Int4Format:
                 f"groups of {group}, of config.json, cannot hold: inputs must be a multiple of "
                 f"{max(group, _PER_WORD)}, outputs of 8"
             )
+        self._check_split(weight)
         words = (-(-n // _PER_WORD), k) if self.packs_outputs else (n, k // _PER_WORD)
         groups = k // group
         found = [
@@ -115,28 +141,57 @@ class Int4Format:
         tensors: dict[Role, tuple[tuple[torch.dtype, ...], float | None]] = {  # dtypes and dummies
             "codes": ((torch.int32,), None),
             "scales": (_SCALE_DTYPES, _DUMMY_SCALE),
-            "zeros": ((torch.int32,), float(_MIDDLE)),
+            "zeros": ((torch.int32,), float(_MIDDLES)),
             "order": ((torch.int32, torch.int64), 0.0),
             "shape": ((torch.int64, torch.int32), 0.0),
         }
         dtypes, dummy = Kinds("tensor of a weight in 4 bits", tensors)[role]
         if len(shape) == 2 and not self.outputs_first:
             shape = shape[::-1]
-        return Int4Shard(
-            param,
-            weight.module,
-            shape,
-            dim=0,
-            start=0,
-            length=shape[0],
-            offset=weight.offset,
-            dtypes=dtypes,
-            dummy=dummy,
-            role=role,
-            weight=weight,
-            groups=groups,
-            sorts=self.sorts,
-        )
+        made = Int4Shard.of(param, weight, shape, dtypes, dummy=dummy)
+        return replace(made, role=role, groups=groups, format=self)
+
+    def group_here(self, part: WeightShard) -> int:
+        """The columns of this rank's part that share a scale: the largest groups that do not cross the edges
+        of the ranks' parts, and that kernels can read. A scale may be repeated."""
+        group = gcd(self.group_of(part.shape[1]), len(owned(part)[1]))
+        return group if group % BLOCK == 0 else gcd(group, BLOCK)
+
+    def _check_split(self, part: WeightShard) -> None:
+        whole, k = part.shape[1], len(owned(part)[1])
+        if self.group_here(part) < SUB:
+            unit = gcd(self.group_of(whole), BLOCK)
+            sizes = [str(size) for size in range(1, 65) if whole % (size * min(unit, SUB)) == 0]
+            raise ValueError(
+                f"{whole} inputs in groups of {self.group_of(whole)} cannot be split into parts of {k}: "
+                f"parts must be multiples of {SUB}; tensor_parallel_size could be {', '.join(sizes)}"
+            )
+        if self.sorts and k < whole:
+            raise ValueError(
+                f"{self.name} with desc_act (actorder) cannot be split over ranks, because a rank's "
+                f"inputs have parts of all groups; use tensor_parallel_size=1, or a file without desc_act"
+            )
+
+    def values(self, part: WeightShard, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        columns, whole = owned(part)[1], self.group_of(part.shape[1])
+        scales, zeros = self.scales_and_zeros(part, tensors)
+        groups = torch.arange(columns.start, columns.stop, device=scales.device) // whole
+        groups -= columns.start // whole
+        if self.order is not None and self.sorts:
+            groups = tensors[self.order].long()
+        return (tensors[self.codes].float() - zeros[groups].T) * scales[groups].T.float()
+
+    def scales_and_zeros(
+        self, part: WeightShard, tensors: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales and zero points [groups, rows], of what the shards have read. ValueError for scales that the
+        model's dtype cannot hold."""
+        scales = tensors[self.scales].to(self.dtype)
+        if not (scales != 0).all() or not scales.isfinite().all():
+            raise ValueError(f"{name_of(part, self.scales)} has values that {self.dtype} cannot hold")
+        middle = torch.tensor(_MIDDLE, device=scales.device)
+        zeros = middle if self.zeros is None else tensors[self.zeros]
+        return scales, zeros.expand_as(scales)
 
     def read_codes(self, source: WeightSource, rows: range, columns: range) -> torch.Tensor:
         """The codes of a part of the weight, [rows, columns] uint8."""
@@ -172,6 +227,11 @@ class Int4Format:
         start = packed.start - first * _PER_WORD
         values = values[:, start : start + len(packed)]
         return values.T if packs_outputs else values
+
+
+def name_of(part: WeightShard, param: str) -> str:
+    """The checkpoint's name of a tensor of a module, from the layer on."""
+    return param if part.module is None else f"{part.module}.{param}"
 
 
 def unpacked(words: torch.Tensor, nibbles: tuple[int, ...]) -> torch.Tensor:

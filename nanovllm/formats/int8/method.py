@@ -10,18 +10,9 @@ from typing import Any
 
 import torch
 
-from nanovllm.formats.fp8.method import check_choices
-from nanovllm.formats.gathered import (
-    DequantisedExperts,
-    DequantisedLinear,
-    Format,
-    PartShard,
-    owned,
-    positive,
-)
-from nanovllm.quantization.base import Kind, LinearMethod
-from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.shards import FLOATS, WeightMethod, WeightShard
+from nanovllm.formats.gathered import DequantisedConfig, Format, PartShard, owned, positive
+from nanovllm.formats.stated import check_choices
+from nanovllm.quantization.shards import FLOATS, WeightShard
 
 _DUMMY_SCALE = 0.00027  # random codes then spread by 0.02
 
@@ -55,24 +46,8 @@ class Int8Format(Format):
         return codes * scales[own]
 
 
-@dataclass(frozen=True)
-class Int8Config(QuantConfig):
+class Int8Config(DequantisedConfig):
     """All modules that it is asked for are in INT8."""
-
-    format: Int8Format = Int8Format()
-
-    def method(self, path: str, kind: Kind) -> LinearMethod:
-        return DequantisedLinear(self.format)
-
-    def experts(self, path: str) -> WeightMethod:
-        return DequantisedExperts(self.format)
-
-    @property
-    def note(self) -> str | None:
-        return (
-            "weights in INT8 are dequantised as they are loaded, to twice the files' memory in 16 bits, and "
-            "activations are not quantised"
-        )
 
     def leaves_out(self, name: str) -> bool:
         """The scales of activations too."""

@@ -7,23 +7,24 @@ file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
 
+from nanovllm.formats.gathered import Format, PartShard, owned
 from nanovllm.formats.int4.experts import PackedExpertsMethod
-from nanovllm.formats.int4.kernels.layout import MXFP4, check_mxfp4_scales, pack_mxfp4
+from nanovllm.formats.int4.kernels.layout import MXFP4, Int4Weight, check_mxfp4_scales, pack_mxfp4
 from nanovllm.formats.int4.loading import keeps_bits
 from nanovllm.formats.mxfp4.kernels.values import BYTES, GROUP, SCALE_NAN, dequantise_mxfp4
+from nanovllm.formats.stated import names_of
 from nanovllm.moe.experts import UnquantizedExpertsMethod
-from nanovllm.moe.method import ExpertsMethod, ExpertWeights
+from nanovllm.moe.method import ExpertsMethod
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
+from nanovllm.quantization.shards import WeightOptions, WeightShard
 
 _KEY = "config.json: quantization_config"
 _DUMMY_SCALE = 120.0  # a byte: 2 ** -7, with which random codes have a standard deviation of 0.02
@@ -38,82 +39,61 @@ def say_dequantised() -> None:
     logger.warning("%s; dtype='bfloat16' and parts of multiples of %d would keep 4 bits", _DEQUANTISED, GROUP)
 
 
-def mxfp4_shards(weight: WeightShard) -> tuple[WeightShard, WeightShard]:
-    """The shards of the blocks [N, K / 32, 16] and scales [N, K / 32], uint8, of a weight [N, K].
+@dataclass(frozen=True)
+class Mxfp4Format(Format):
+    """Blocks [N, K / 32, 16] and scales [N, K / 32], uint8, of a weight [N, K]."""
 
-    Start and length are those of the weight, in values. ValueError if K is no multiple of 32.
-    """
-    n, k = weight.shape
-    if k % GROUP:
-        raise ValueError(
-            f"experts in MXFP4 need a hidden_size and an intermediate_size that are multiples of {GROUP}, "
-            f"not {k}"
-        )
-    blocks = replace(weight, param="blocks", shape=(n, k // GROUP, BYTES), dtypes=(torch.uint8,))
-    scales = replace(blocks, param="scales", shape=(n, k // GROUP), dummy=_DUMMY_SCALE)
-    return blocks, scales
+    name: str = "MXFP4"
+
+    def shards(self, part: WeightShard) -> list[PartShard]:
+        (n, k), octets = part.shape, (torch.uint8,)
+        if k % GROUP:
+            raise ValueError(
+                "experts in MXFP4 need a hidden_size and an intermediate_size that are multiples of "
+                f"{GROUP}, not {k}"
+            )
+        covers = (1, GROUP)  # ranks may share a group
+        return [
+            PartShard.of("blocks", part, (n, k // GROUP, BYTES), octets, covers=covers),
+            PartShard.of("scales", part, (n, k // GROUP), octets, covers=covers, dummy=_DUMMY_SCALE),
+        ]
+
+    def values(self, part: WeightShard, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        columns, values = owned(part)[1], dequantise_mxfp4(tensors["blocks"], tensors["scales"])
+        return values.narrow(1, columns.start % GROUP, len(columns))
 
 
 class Mxfp4ExpertsMethod(PackedExpertsMethod):
-    """Products with blocks and scales as they are stored; elsewhere, and on ranks whose part of `down` begins
-    or ends within a group, with the dequantised weights. A projection becomes its part of the weight when its
-    blocks and scales are there, so an update must have both."""
+    """Products with blocks and scales as they are stored, in a bfloat16 model; elsewhere, and on ranks whose
+    part of `down` begins or ends within a group, with the dequantised weights."""
 
-    def __init__(self, packs: bool = True) -> None:
-        """packs: keep 4 bits in a bfloat16 model, where kernels read them."""
-        self._packs = packs
-        self._weights: dict[str | None, WeightShard] = {}  # by their modules
-        self._waiting: dict[str | None, dict[str, torch.Tensor]] = {}
+    def keeps(self, parts: Sequence[WeightShard], options: WeightOptions) -> bool:
+        splits = any((part.start % GROUP or part.length % GROUP) and part.dim for part in parts)
+        fits = keeps_bits(options) and options.dtype == torch.bfloat16 and not splits
+        if self.packs and not fits:
+            say_dequantised()
+        return self.packs and fits
 
-    def create(
-        self, layer: nn.Module, gate_up: ExpertWeights, down: ExpertWeights, options: WeightOptions
-    ) -> list[WeightShard]:
-        """Words and scales of both weights; or dequantised ones."""
-        self._options, self.deterministic = options, options.deterministic
-        shards = gate_up.shards + down.shards
-        splits = any((part.start % GROUP or part.length % GROUP) and part.dim for part in shards)
-        if self._packs and keeps_bits(options) and options.dtype == torch.bfloat16 and not splits:
-            self.gate_up = self.make(layer, "gate_up", gate_up, MXFP4, options)
-            self.down = self.make(layer, "down", down, MXFP4, options)
-        else:
-            if self._packs:
-                say_dequantised()
-            self.dense = UnquantizedExpertsMethod()
-            shards = self.dense.create(layer, gate_up, down, options)
-        self._weights = {weight.module: weight for weight in shards}
-        return [shard for weight in shards for shard in mxfp4_shards(weight)]
+    def group_of(self, part: WeightShard) -> int:
+        return MXFP4
 
-    def load(self, shard: WeightShard, source: WeightSource) -> None:
-        weight = self._weights[shard.module]
-        own = slice(weight.start, weight.start + weight.length)
-        groups = slice(own.start // GROUP, -(-own.stop // GROUP))  # ranks may share one
-        read = source[own] if weight.dim == 0 else source[:, groups]
+    def check(self, shard: PartShard, read: torch.Tensor) -> None:
         if shard.param == "scales":
             if (read == SCALE_NAN).any():
                 raise ValueError(f"a scale is {SCALE_NAN}, which means NaN")
             if self.dense is None:
                 check_mxfp4_scales(read)
-        waiting = self._waiting.setdefault(shard.module, {})
-        waiting[shard.param] = torch.empty_like(read, device=self._options.device).copy_(read)
-        if len(waiting) < 2:
-            return
-        del self._waiting[shard.module]
-        if self.dense is None:
-            part = self.part(weight)
-            words, scales = pack_mxfp4(waiting["blocks"], waiting["scales"])
-            part.words.copy_(words)
-            part.scales.copy_(scales)
-            return
-        values = dequantise_mxfp4(waiting["blocks"], waiting["scales"], self._options.dtype)
-        if weight.dim:
-            values = values.narrow(1, own.start - groups.start * GROUP, weight.length)
-        self.dense.fill(weight, values)
+
+    def store(self, target: Int4Weight, part: WeightShard, tensors: dict[str, torch.Tensor]) -> None:
+        words, scales = pack_mxfp4(tensors["blocks"], tensors["scales"])
+        target.words.copy_(words)
+        target.scales.copy_(scales)
 
     def finish_loading(self) -> None:
         waiting, self._waiting = self._waiting, {}
-        for module, tensors in waiting.items():
+        for part, tensors in waiting.items():
             [has], [missing] = tensors, {"blocks", "scales"} - tensors.keys()
-            raise ValueError(f"{module}.{has} came without {missing}; pass both in one update")
+            raise ValueError(f"{part.module}.{has} came without {missing}; pass both in one update")
 
 
 @dataclass(frozen=True)
@@ -126,7 +106,7 @@ class Mxfp4Config(QuantConfig):
     def experts(self, path: str) -> ExpertsMethod:
         if any(path.startswith(each) or fnmatchcase(path, each) for each in self.skipped):
             return UnquantizedExpertsMethod()
-        return Mxfp4ExpertsMethod(self.packs)
+        return Mxfp4ExpertsMethod(Mxfp4Format(), self.packs)
 
     def on(self, capability: tuple[int, int]) -> QuantConfig:
         """The same for devices of this CUDA compute capability; elsewhere weights are dequantised."""
@@ -151,6 +131,4 @@ class Mxfp4Config(QuantConfig):
     def of(cls, stated: Mapping[str, Any]) -> QuantConfig:
         """quant_method "mxfp4". ValueError for what is malformed."""
         names = stated.get("modules_to_not_convert") or []
-        if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
-            raise ValueError(f"{_KEY}: modules_to_not_convert must be a list of names, not {names!r}")
-        return cls(tuple(names))
+        return cls(names_of(f"{_KEY}: modules_to_not_convert", names))

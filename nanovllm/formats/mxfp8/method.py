@@ -1,4 +1,4 @@
-"""Mxfp8Config: weights in MXFP8, codes in E4M3 with a power of two (E8M0) for each 32 columns of a row. They
+"""MXFP8: weights as codes in E4M3 with a power of two (E8M0) for each 32 columns of a row. They
 are dequantised as they are loaded, on every device: in bfloat16 that is exact. Opens no file.
 """
 
@@ -10,18 +10,10 @@ from typing import Any
 
 import torch
 
-from nanovllm.formats.fp8.method import check_choices
-from nanovllm.formats.gathered import (
-    DequantisedExperts,
-    DequantisedLinear,
-    Format,
-    PartShard,
-    check_groups,
-    positive,
-)
-from nanovllm.quantization.base import Kind, LinearMethod
+from nanovllm.formats.gathered import DequantisedConfig, Format, PartShard, check_groups, positive
+from nanovllm.formats.stated import check_choices
 from nanovllm.quantization.config import QuantConfig
-from nanovllm.quantization.shards import WeightMethod, WeightShard, scale_values
+from nanovllm.quantization.shards import WeightShard, scale_values
 
 GROUP = 32  # columns that share a scale
 _DUMMY_SCALE = 1.0  # as dummy codes are drawn as weights are
@@ -47,25 +39,10 @@ class Mxfp8Format(Format):
         return tensors["weight"].float() * scales
 
 
-@dataclass(frozen=True)
-class Mxfp8Config(QuantConfig):
-    """All modules that it is asked for are in MXFP8."""
-
-    def method(self, path: str, kind: Kind) -> LinearMethod:
-        return DequantisedLinear(Mxfp8Format())
-
-    def experts(self, path: str) -> WeightMethod:
-        return DequantisedExperts(Mxfp8Format())
-
-    @property
-    def note(self) -> str | None:
-        return (
-            "weights in MXFP8 are dequantised as they are loaded, to twice the files' memory in 16 bits, and "
-            "activations are not quantised"
-        )
+MXFP8 = DequantisedConfig(Mxfp8Format())
 
 
-def mxfp8_quantized(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Mxfp8Config:
+def mxfp8_quantized(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> QuantConfig:
     """What a group of compressed-tensors with format "mxfp8-quantized" states. ValueError for what is not
     supported."""
     float8: dict[str, tuple[Any, ...]] = {"num_bits": (8,), "type": ("float",), "symmetric": (True, None)}
@@ -73,4 +50,4 @@ def mxfp8_quantized(where: str, weights: Mapping[str, Any], inputs: Mapping[str,
     check_choices(f"{where}: weights", weights, float8 | {"dynamic": (False, None)})
     if inputs:
         check_choices(f"{where}: input_activations", inputs, float8)
-    return Mxfp8Config()
+    return MXFP8

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanovllm.formats.fp8.method import check_choices
 from nanovllm.formats.nvfp4.kernels.values import GROUP
 from nanovllm.formats.nvfp4.layouts import COMPRESSED_TENSORS, Nvfp4Format
 from nanovllm.formats.nvfp4.method import Nvfp4ExpertsMethod, Nvfp4LinearMethod
+from nanovllm.formats.stated import check_choices
 from nanovllm.moe.method import ExpertsMethod
 from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.config import QuantConfig

@@ -14,7 +14,7 @@ from nanovllm.formats.fp8.kernels.values import GROUP as BLOCK
 from nanovllm.formats.fp8.loading import Stored, rows_in_blocks
 from nanovllm.formats.fp8.method import OTHER_CACHE, Fp8Config, is_fp8_cache
 from nanovllm.formats.mxfp8.method import GROUP as MX_GROUP
-from nanovllm.formats.mxfp8.method import Mxfp8Config
+from nanovllm.formats.mxfp8.method import MXFP8
 from nanovllm.formats.nvfp4.configs import Nvfp4Config
 from nanovllm.formats.nvfp4.kernels.values import GROUP
 from nanovllm.formats.nvfp4.layouts import MODELOPT
@@ -32,7 +32,7 @@ _ALGORITHMS: dict[str, tuple[QuantConfig, tuple[int | None, ...]]] = {
     "FP8": (Fp8Config(Stored.TENSOR), (None,)),
     "FP8_PER_CHANNEL_PER_TOKEN": (Fp8Config(Stored.ROWS), (None,)),
     "FP8_PB_WO": (Fp8Config(Stored.SCALED_BLOCKS), (BLOCK, None)),
-    "MXFP8": (Mxfp8Config(), (MX_GROUP, None)),
+    "MXFP8": (MXFP8, (MX_GROUP, None)),
 }
 
 

@@ -319,7 +319,7 @@ def test_kernels_refuse_a_new_group_of_4_bits(group: int) -> None:
 
 def test_a_new_tensor_of_4_bits_is_refused() -> None:
     new, weight = cast(Any, "new"), WeightShard.whole("weight", (32, 128))
-    shard = Int4Shard("new", None, (32, 1), 0, 0, 32, 0, role=new, weight=weight)
+    shard = Int4Shard("new", None, (32, 1), 0, 0, 32, 0, role=new, weight=weight, format=awq(128, True))
     refused(lambda: shard.wrong_value(torch.ones(1)))
     refused(lambda: inside_kinds.shard(awq(128, True), weight, new, "new", (32, 1)))
     method = Int4LinearMethod(awq(128, True))

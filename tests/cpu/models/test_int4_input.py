@@ -172,7 +172,7 @@ def test_which_weights_are_quantised(dense: Path, tmp_path: Path) -> None:
         model = load(folder)
         left, quantised = (type(layer.mlp.down_proj.method).__name__ for layer in model.model.layers[:2])
         assert left in ("UnquantizedLinearMethod", "PackedLinearMethod")
-        assert quantised == "Int4LinearMethod"
+        assert quantised == "DequantisedLinear"
         forward(model, PROMPT)
     edit_json(folder / "config.json", quantization_config=AWQ | {"modules_to_not_convert": ["q_proj"]})
     with pytest.raises(ValueError, match=r"q_proj, .*k_proj, .*v_proj are one product"):

@@ -53,7 +53,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights keep 4 bits on a CPU too, where plain torch multiplies them."""
-    monkeypatch.setattr("nanovllm.formats.nvfp4.method.keeps_bits", lambda options: True)
+    monkeypatch.setattr("nanovllm.formats.int4.loading.keeps_bits", lambda options: True)
 
 
 # -- bytes --------------------------------------------------------------------------------------------------

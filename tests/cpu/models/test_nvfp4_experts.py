@@ -56,7 +56,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights keep 4 bits on a CPU too, where plain torch multiplies them."""
-    monkeypatch.setattr("nanovllm.formats.nvfp4.method.keeps_bits", lambda options: True)
+    monkeypatch.setattr("nanovllm.formats.int4.loading.keeps_bits", lambda options: True)
 
 
 def method_of(model: Any) -> Any:
@@ -249,7 +249,7 @@ def test_values_are_the_same_in_float32(plain: Path, tmp_path: Path) -> None:
     """What a GPU keeps is what a CPU dequantises, but for one rounding."""
     folder, meant = write_nvfp4(plain, tmp_path / "nvfp4", "modelopt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanovllm.formats.nvfp4.method.keeps_bits", lambda options: True)
+        patch.setattr("nanovllm.formats.int4.loading.keeps_bits", lambda options: True)
         kept = method_of(build(folder, F32))
     weight = meant[f"{EXPERT}.down_proj.weight"]
     assert torch.allclose(kept.down[3], weight, rtol=1e-6, atol=0)
