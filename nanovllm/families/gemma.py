@@ -9,33 +9,30 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-
+from nanovllm.families.blocks import TwoBlocks, decoder_prefixes
 from nanovllm.formats.config_json.values import layer_kinds, number
 from nanovllm.kernels.activation import Activation
-from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.quantization.shards import FileNames
 
 
-class GemmaLayer(nn.Module):
+class GemmaLayer(TwoBlocks):
     """As `DecoderLayer`, with a norm after each block too."""
 
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
-        super().__init__()
-        self.input_layernorm = layer_norm(config, build.tp)
-        self.self_attn = Attention(config, index, build)
-        self.post_attention_layernorm = layer_norm(config, build.tp)
-        self.pre_feedforward_layernorm = layer_norm(config, build.tp)
-        self.mlp = GatedMLP(config, build)
-        self.post_feedforward_layernorm = layer_norm(config, build.tp)
-
-    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
-        """keep [n]: only these rows are needed after attention."""
-        x = x.add(self.input_layernorm, self.self_attn, step, keep, self.post_attention_layernorm)
-        return x.add(self.pre_feedforward_layernorm, self.mlp, step, None, self.post_feedforward_layernorm)
+        super().__init__(
+            {
+                "input_layernorm": layer_norm(config, build.tp),
+                "self_attn": Attention(config, index, build),
+                "post_attention_layernorm": layer_norm(config, build.tp),
+            },
+            {
+                "pre_feedforward_layernorm": layer_norm(config, build.tp),
+                "mlp": GatedMLP(config, build),
+                "post_feedforward_layernorm": layer_norm(config, build.tp),
+            },
+        )
 
 
 class GemmaFamily(ModelFamily):
@@ -64,14 +61,7 @@ class GemmaFamily(ModelFamily):
             norm_offset=1.0,
             embedding_multiplier=config.hidden_size**0.5,
             logit_softcap=logit_softcap,
-            names=FileNames(
-                prefixes={
-                    "model.language_model.": "model.",
-                    "language_model.": "",
-                    **dict.fromkeys(("vision_tower.", "multi_modal_projector."), None),
-                    **dict.fromkeys(("model.vision_tower.", "model.multi_modal_projector."), None),
-                }
-            ),
+            names=FileNames(prefixes=decoder_prefixes(("vision_tower.", "multi_modal_projector."))),
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.rotary import AttentionSpec, RopeConfig
+from nanovllm.families.blocks import decoder_prefixes
 from nanovllm.families.gemma import GemmaFamily
 from nanovllm.families.gemma4_experts import Gemma4Spec, MLPBesideExperts
 from nanovllm.families.norms import NoNorm
@@ -305,9 +306,7 @@ def _prefixes(specs: list[AttentionSpec]) -> Mapping[str, str | None]:
     return {
         **dict.fromkeys(unread, None),
         **{whole + name: f"model.layer_inputs.{name}" for whole in _IN_WHOLE for name in inputs},
-        "model.language_model.": "model.",
-        "language_model.": "",
-        **dict.fromkeys([*others, *(f"model.{name}" for name in others)], None),
+        **decoder_prefixes(others),
     }
 
 

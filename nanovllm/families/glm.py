@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-from torch import nn
-
-from nanovllm.layers.stream import AnyStream, Step
+from nanovllm.families.blocks import TwoBlocks
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.quantization.shards import FileNames
 
 
-class Glm4Layer(nn.Module):
+class Glm4Layer(TwoBlocks):
     """As `DecoderLayer`, with a norm after each block too."""
 
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
-        super().__init__()
-        self.input_layernorm = layer_norm(config, build.tp)
-        self.self_attn = Attention(config, index, build)
-        self.post_self_attn_layernorm = layer_norm(config, build.tp)
-        self.post_attention_layernorm = layer_norm(config, build.tp)
-        self.mlp = GatedMLP(config, build)
-        self.post_mlp_layernorm = layer_norm(config, build.tp)
-
-    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
-        """keep [n]: only these rows are needed after attention."""
-        x = x.add(self.input_layernorm, self.self_attn, step, keep, self.post_self_attn_layernorm)
-        return x.add(self.post_attention_layernorm, self.mlp, step, None, self.post_mlp_layernorm)
+        super().__init__(
+            {
+                "input_layernorm": layer_norm(config, build.tp),
+                "self_attn": Attention(config, index, build),
+                "post_self_attn_layernorm": layer_norm(config, build.tp),
+            },
+            {
+                "post_attention_layernorm": layer_norm(config, build.tp),
+                "mlp": GatedMLP(config, build),
+                "post_mlp_layernorm": layer_norm(config, build.tp),
+            },
+        )
 
 
 class GlmFamily(ModelFamily):

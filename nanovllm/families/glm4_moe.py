@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nanovllm.families.qwen3_moe import MoEFamily
-from nanovllm.formats.config_json.values import first_layers, number
+from nanovllm.formats.config_json.values import check_fixed, first_layers, number
 from nanovllm.models.config import HFConfig, ModelConfig
 from nanovllm.moe.layers import ExpertNames, MoESpec
 from nanovllm.moe.sigmoid import SigmoidSpec
@@ -70,9 +70,7 @@ class MiniMaxM2Family(MoEFamily):
         return raw
 
     def read_moe(self, hf: HFConfig) -> MoESpec:
-        for key, right in (("use_qk_norm", True), ("scoring_func", "sigmoid"), ("use_routing_bias", True)):
-            if hf.get(key, right) != right:
-                raise ValueError(f"config.json: {key} {hf.get(key)!r} is not supported; it must be {right!r}")
+        check_fixed(hf, {"use_qk_norm": True, "scoring_func": "sigmoid", "use_routing_bias": True})
         return SigmoidSpec(
             num_experts=hf.integer("num_experts"),
             top_k=hf.integer("num_experts_per_tok"),

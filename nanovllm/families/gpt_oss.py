@@ -18,7 +18,7 @@ from nanovllm.formats.config_json.values import layer_kinds
 from nanovllm.formats.mxfp4.method import Mxfp4Config
 from nanovllm.kernels.activation import Activation
 from nanovllm.models.config import HFConfig, ModelConfig
-from nanovllm.moe.layers import ExpertNames, MoESpec
+from nanovllm.moe.layers import ExpertNames, MoESpec, rows_of_expert
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import FileNames, WeightSource
 
@@ -27,68 +27,26 @@ _FIXED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"}  # t
 _PARAMS = {"": ("weight", 3), "_blocks": ("blocks", 4), "_scales": ("scales", 3), "_bias": ("bias", 2)}
 
 
-class _Part:
-    """An expert's part of a tensor in a file, as `_part` describes it; indexing reads only a range of it."""
-
-    def __init__(self, source: Any, expert: int, first: int | None, transposed: bool) -> None:
-        self._source, self._expert, self._first, self._transposed = source, expert, first, transposed
-
-    def get_shape(self) -> list[int]:
-        shape: list[int] = self._source.get_shape()[1:]
-        if self._transposed:
-            shape.reverse()
-        return shape if self._first is None else [len(range(self._first, shape[0], 2)), *shape[1:]]
-
-    def get_dtype(self) -> str:
-        dtype: str = self._source.get_dtype()
-        return dtype
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """index: slices without steps, or ... for all."""
-        parts = () if index is ... else index if isinstance(index, tuple) else (index,)
-        shape = self.get_shape()
-        whole = [slice(None)] * (len(shape) - len(parts))
-        bounds = [each.indices(size)[:2] for each, size in zip((*parts, *whole), shape, strict=True)]
-        (start, stop), *others = bounds
-        step = 1 if self._first is None else 2
-        read = [(step * start, step * stop), *others]
-        read = read[::-1] if self._transposed else read
-        part = self._source[(self._expert, *(slice(first, end) for first, end in read))]
-        return _arranged(part, self._first, self._transposed)
-
-
-def _arranged(tensor: torch.Tensor, first: int | None, transposed: bool) -> torch.Tensor:
-    tensor = tensor.T if transposed else tensor
-    return tensor if first is None else tensor[first::2]
-
-
-def _part(source: WeightSource, expert: int, first: int | None, transposed: bool) -> WeightSource:
-    """An expert's part of a tensor of all experts; nothing of a file is read yet.
-
-    first: it has every other row, from this one on; None: all rows. transposed: rows are columns there.
-    """
-    if isinstance(source, torch.Tensor):
-        return _arranged(source[expert], first, transposed)
-    return _Part(source, expert, first, transposed)
-
-
 class GptOssNames(ExpertNames):
     """Gate and up are every other row of one tensor; weights in floats are transposed."""
 
     def parts(self, name: str, tensor: WeightSource) -> Iterable[tuple[str, WeightSource]]:
         module, _, last = name.rpartition(".")
-        both = last.startswith("gate_up_proj")
         suffix = last.removeprefix("gate_up_proj").removeprefix("down_proj")
         param, dims = _PARAMS.get(suffix, ("", 0))
         shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape()
         fits = len(shape) == dims and shape[0] <= self.spec.num_experts
         if not module.endswith(".experts") or not fits or suffix == last:
             return [(name, tensor)]
-        parts: dict[str, int | None] = {"gate_proj": 0, "up_proj": 1} if both else {"down_proj": None}
+        is_weight = param == "weight"
+        size = shape[2 if is_weight else 1]
+        parts = {"down_proj": range(size)}
+        if last.startswith("gate_up_proj"):
+            parts = {"gate_proj": range(0, size, 2), "up_proj": range(1, size, 2)}
         return [
-            (f"{module}.{index}.{part}.{param}", _part(tensor, index, first, param == "weight"))
+            (f"{module}.{index}.{part}.{param}", rows_of_expert(tensor, index, rows, transposed=is_weight))
             for index in range(shape[0])
-            for part, first in parts.items()
+            for part, rows in parts.items()
         ]
 
 

@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-
 from nanovllm.attention.rotary import AttentionSpec
+from nanovllm.families.blocks import TwoBlocks
 from nanovllm.families.llama import LLAMA
 from nanovllm.formats.config_json.values import layer_kinds, number
-from nanovllm.layers.stream import AnyStream, Step
+from nanovllm.layers.stream import Step
 from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.quantization.base import Normed, Product
@@ -75,20 +73,15 @@ class _SharedMLP(GatedMLP):
         return product
 
 
-class GraniteHybridLayer(nn.Module):
+class GraniteHybridLayer(TwoBlocks):
     """As `DecoderLayer`, with another name of the MLP."""
 
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
-        super().__init__()
-        self.input_layernorm = layer_norm(config, build.tp)
-        self.self_attn = Attention(config, index, build)
-        self.post_attention_layernorm = layer_norm(config, build.tp)
-        self.shared_mlp = _SharedMLP(config, build)
-
-    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
-        """keep [n]: only these rows are needed after attention."""
-        x = x.add(self.input_layernorm, self.self_attn, step, keep)
-        return x.add(self.post_attention_layernorm, self.shared_mlp, step)
+        norms = layer_norm(config, build.tp), layer_norm(config, build.tp)
+        super().__init__(
+            {"input_layernorm": norms[0], "self_attn": Attention(config, index, build)},
+            {"post_attention_layernorm": norms[1], "shared_mlp": _SharedMLP(config, build)},
+        )
 
 
 class GraniteHybridFamily(GraniteFamily):

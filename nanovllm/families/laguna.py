@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from nanovllm.families.qwen3_moe import MoEFamily, MoELayer
-from nanovllm.formats.config_json.values import layer_kinds, number
+from nanovllm.families.qwen3_moe import MoEFamily, MoELayer, mlp_layers
+from nanovllm.formats.config_json.values import check_fixed, layer_kinds, number
 from nanovllm.kernels.kinds import unknown
 from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.models.config import FULL, SLIDING, HFConfig, ModelConfig
@@ -69,17 +69,10 @@ class LagunaFamily(MoEFamily):
     """Which layers have an MLP, as a list of kinds; the heads of each layer, and its gate."""
 
     def own_names(self, raw: dict[str, Any]) -> Mapping[str, Any]:
-        kinds = raw.get("mlp_layer_types")
-        if kinds is None:
-            return {"mlp_only_layers": [0], **raw}
-        if not isinstance(kinds, list) or not all(kind in ("dense", "sparse") for kind in kinds):
-            raise ValueError(f"config.json: mlp_layer_types must be 'dense' or 'sparse', not {kinds!r}")
-        return {**raw, "mlp_only_layers": [layer for layer, kind in enumerate(kinds) if kind == "dense"]}
+        return mlp_layers(raw, {"mlp_only_layers": [0]})
 
     def read_moe(self, hf: HFConfig) -> MoESpec:
-        for key, right in _FIXED.items():
-            if hf.get(key, right) != right:
-                raise ValueError(f"config.json: {key} {hf.get(key)!r} is not supported; it must be {right!r}")
+        check_fixed(hf, _FIXED)
         plain, softcap = super().read_moe(hf), "moe_router_logit_softcapping"
         return SigmoidSpec(
             num_experts=plain.num_experts,

@@ -9,20 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from nanovllm.families.qwen3_moe import MoEFamily
+from nanovllm.families.blocks import LayersOf, RenamedModules
+from nanovllm.families.qwen3_moe import MoEFamily, RoutedLayer, routed
 from nanovllm.formats.config_json.reading import MAX_ELEMENTS
-from nanovllm.formats.config_json.values import first_layers, layer_kinds, number
+from nanovllm.formats.config_json.values import check_fixed, first_layers, layer_kinds, number
 from nanovllm.formats.packed_parts import PartNames
-from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
-from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
-from nanovllm.moe.layers import ExpertNames, MoE, MoESpec
+from nanovllm.models.decoder import Attention, Build, layer_norm
+from nanovllm.moe.layers import ExpertNames, MoESpec
 from nanovllm.moe.sigmoid import SigmoidSpec
 from nanovllm.quantization.shards import FileNames, WeightSource
-from nanovllm.states.layers import PackedStep
 from nanovllm.states.short_conv import PARTS, ConvSpec, ShortConv
 
 CONV = "conv"
@@ -39,26 +37,12 @@ _PREFIXES: dict[str, str | None] = dict.fromkeys(("model.embedding_norm.", "embe
 
 
 @dataclass(frozen=True)
-class Lfm2Names(PartNames):
+class Lfm2Names(RenamedModules, PartNames):
     """Other names of modules; the first product of a convolution is one tensor."""
 
-    def named(self, full_name: str) -> str | None:
-        name = super().named(full_name)
-        return None if name is None else _renamed(name, _MODULES)
-
-    def of(self, path: str) -> tuple[str, ...]:
-        names = super().of(path)
-        return tuple(dict.fromkeys((*names, *(_renamed(name, _IN_FILES) for name in names))))
-
-
-_IN_FILES = {parent: {own: name for name, own in names.items()} for parent, names in _MODULES.items()}
-
-
-def _renamed(name: str, modules: Mapping[str, Mapping[str, str]]) -> str:
-    parts = name.split(".")
-    holders = ["", *parts]
-    renamed = (modules.get(before, {}).get(part, part) for before, part in zip(holders, parts, strict=False))
-    return ".".join(renamed)
+    modules: Mapping[str, Mapping[str, str]] = field(
+        default_factory=lambda: _MODULES, hash=False, kw_only=True
+    )
 
 
 @dataclass(frozen=True)
@@ -70,44 +54,20 @@ class Lfm2ExpertNames(ExpertNames, Lfm2Names):
         return super().parts(name.replace(f"{_MLP}.expert_bias", own), tensor)
 
 
-@dataclass(frozen=True)
-class Layers:
-    """How the layers of one model are made; they share what is computed once for a step."""
-
-    packed: PackedStep = field(default_factory=PackedStep, compare=False)
-
-    def __call__(self, config: ModelConfig, index: int, build: Build) -> nn.Module:
-        return Lfm2Layer(config, index, build, self.packed)
-
-    def __reduce__(self) -> tuple[type[Layers], tuple[()]]:
-        return Layers, ()  # each rank has its own
-
-
-class Lfm2Layer(nn.Module):
+class Lfm2Layer(RoutedLayer):
     """A short convolution or attention, then an MLP or experts; each adds to the residual stream."""
 
-    def __init__(self, config: ModelConfig, index: int, build: Build, packed: PackedStep) -> None:
-        super().__init__()
-        tp, moe, state = build.tp, config.moe, config.spec(index).state
-        self.operator_norm = layer_norm(config, tp)
-        if state is None:
-            self.self_attn = Attention(config, index, build)
-        else:
-            self.conv = ShortConv(config.hidden_size, state, tp, packed)
-        self._mixer = "self_attn" if state is None else "conv"
-        self.ffn_norm = layer_norm(config, tp)
-        self.feed_forward: nn.Module
-        if isinstance(moe, MoESpec) and moe.has_experts(index):
-            self.feed_forward = MoE(config.hidden_size, moe, tp)
-        else:
-            self.feed_forward = GatedMLP(config, build)
-
-    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
-        """keep [n]: only these rows are needed after the first block; but a record has the experts of all."""
-        recorded = isinstance(self.feed_forward, MoE) and self.feed_forward.record is not None
-        first, second = (None, keep) if recorded else (keep, None)
-        x = x.add(self.operator_norm, self.get_submodule(self._mixer), step, first)
-        return x.add(self.ffn_norm, self.feed_forward, step, second)
+    def __init__(self, config: ModelConfig, index: int, build: Build, layers: LayersOf) -> None:
+        state, tp = config.spec(index).state, build.tp
+        mixer: dict[str, nn.Module] = (
+            {"self_attn": Attention(config, index, build)}
+            if state is None
+            else {"conv": ShortConv(config.hidden_size, state, tp, layers.packed)}
+        )
+        super().__init__(
+            {"operator_norm": layer_norm(config, tp), **mixer},
+            {"ffn_norm": layer_norm(config, tp), _MLP: routed(config, index, build)},
+        )
 
 
 def _with_keys(raw: Mapping[str, Any], keys: Mapping[str, str]) -> Mapping[str, Any]:
@@ -198,9 +158,7 @@ def _kinds(hf: HFConfig) -> Sequence[str]:
 
 def _with_states(hf: HFConfig, config: ModelConfig) -> ModelConfig:
     """The model with its convolutions, and with the names of its files."""
-    for key, right in _FIXED.items():
-        if hf.get(key, right) != right:
-            raise ValueError(f"config.json: {key} {hf.get(key)!r} is not supported; it must be {right!r}")
+    check_fixed(hf, _FIXED)
     for key in _SIZES:
         if hf.get(key, config.hidden_size) != config.hidden_size:
             raise ValueError(
@@ -218,7 +176,7 @@ def _with_states(hf: HFConfig, config: ModelConfig) -> ModelConfig:
     return replace(
         config,
         attention=tuple(spec if kind == FULL else replace(spec, state=state) for kind in kinds),
-        layer=Layers(),
+        layer=LayersOf(Lfm2Layer),
         names=names,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.families.qwen3_moe import QWEN3_MOE, MoEFamily
+from nanovllm.families.qwen3_moe import QWEN3_MOE, MoEFamily, mlp_layers
 from nanovllm.formats.config_json.values import layer_kinds
 from nanovllm.moe.layers import ExpertNames, MoESpec
 from nanovllm.quantization.shards import FileNames
@@ -15,12 +15,7 @@ class MellumFamily(MoEFamily):
     """Which layers have an MLP, as a list of kinds; layers for speculation are left out."""
 
     def own_names(self, raw: dict[str, Any]) -> Mapping[str, Any]:
-        kinds = raw.get("mlp_layer_types")
-        if kinds is None:
-            return raw
-        if not isinstance(kinds, list) or not all(kind in ("dense", "sparse") for kind in kinds):
-            raise ValueError(f"config.json: mlp_layer_types must be 'dense' or 'sparse', not {kinds!r}")
-        return {**raw, "mlp_only_layers": [layer for layer, kind in enumerate(kinds) if kind == "dense"]}
+        return mlp_layers(raw, {})
 
     def expert_names(self, moe: MoESpec) -> FileNames:
         return ExpertNames(prefixes={"mtp.": None}, last=moe.projections[-1], spec=moe)

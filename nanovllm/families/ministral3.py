@@ -7,13 +7,13 @@ Of such a model only the decoder is read, a Ministral 3 or an older Mistral (Mis
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
 
+from nanovllm.families.blocks import LayersOf, decoder_prefixes
 from nanovllm.families.gemma import GemmaFamily
 from nanovllm.families.mistral import MISTRAL
 from nanovllm.layers.stream import Step
@@ -24,7 +24,6 @@ from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import FileNames, PackedRows, WeightOptions, WeightSource
 
 _BETA, _PERIOD = "llama_4_scaling_beta", "original_max_position_embeddings"
-_OTHERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 # Of a whole tensor in FP8, by its name there.
 _SCALES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
 
@@ -65,17 +64,10 @@ class ScaledAttention(Attention):
         return self._factors[positions // self._period] if longest > self._period else None
 
 
-@dataclass(frozen=True)
-class Layers:
-    """How all layers are made."""
-
-    beta: float
-    period: int
-
-    def __call__(self, config: ModelConfig, index: int, build: Build) -> nn.Module:
-        layer = DecoderLayer(config, index, build)
-        layer.self_attn = ScaledAttention(config, index, build, self.beta, self.period)
-        return layer
+def _layer(config: ModelConfig, index: int, build: Build, layers: LayersOf) -> DecoderLayer:
+    layer, (beta, period) = DecoderLayer(config, index, build), layers.setting
+    layer.self_attn = ScaledAttention(config, index, build, beta, period)
+    return layer
 
 
 class _DecoderFamily(ModelFamily):
@@ -84,7 +76,7 @@ class _DecoderFamily(ModelFamily):
     text_config = GemmaFamily.text_config  # type: ignore[assignment]
 
     def read(self, hf: HFConfig) -> ModelConfig:
-        prefixes = {"model.language_model.": "model.", "language_model.": "", **dict.fromkeys(_OTHERS)}
+        prefixes = decoder_prefixes(("vision_tower.", "multi_modal_projector."))
         return replace(super().read(hf), names=_Names(prefixes=prefixes))
 
 
@@ -100,7 +92,7 @@ class Ministral3Family(_DecoderFamily):
             raise ValueError(f"config.json: {_BETA} must be a number of at least 0, not {beta!r}")
         if type(period) is not int or not 0 < period < 2**31:
             raise ValueError(f"config.json: {_BETA} needs a whole number as {_PERIOD}, not {period!r}")
-        return replace(config, layer=Layers(float(beta), period))
+        return replace(config, layer=LayersOf(_layer, (float(beta), period)))
 
 
 class Mistral3Family(ModelFamily):

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 
+from nanovllm.families.blocks import LayersOf, TwoBlocks, decoder_prefixes
 from nanovllm.families.gemma import GemmaFamily
 from nanovllm.formats.config_json.values import fraction, layer_kinds, number
 from nanovllm.layers.linear import MergedColumnParallelLinear
-from nanovllm.layers.stream import AnyStream, RMSNorm, Step
+from nanovllm.layers.stream import RMSNorm
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP
 from nanovllm.quantization.base import Normed
@@ -24,7 +24,6 @@ from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import FileNames, PackedRows, WeightOptions, WeightSource
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_OTHERS = ("vision_tower.", "vision_adapter.", "vision_projection.")
 
 
 class _NormedRows:
@@ -94,36 +93,27 @@ class MuseAttention(Attention):
         return attended * torch.sigmoid(self.gate_proj(x))
 
 
-@dataclass(frozen=True)
-class Layers:
-    """How all layers are made."""
-
-    post_eps: float  # of the norms after the blocks
-
-    def __call__(self, config: ModelConfig, index: int, build: Build) -> nn.Module:
-        return MuseLayer(config, index, build, self.post_eps)
-
-
-class MuseLayer(nn.Module):
+class MuseLayer(TwoBlocks):
     """Norms before and after each block, with weights 1 + w, which the final norm has not."""
 
-    def __init__(self, config: ModelConfig, index: int, build: Build, post_eps: float) -> None:
-        super().__init__()
+    def __init__(self, config: ModelConfig, index: int, build: Build, layers: LayersOf) -> None:
+        """The setting of `layers` is epsilon of the norms after the blocks."""
 
         def norm(eps: float) -> RMSNorm:
             return RMSNorm(config.hidden_size, eps, build.tp, offset=1.0)
 
-        self.input_layernorm = norm(config.rms_norm_eps)
-        self.self_attn = MuseAttention(config, index, build)
-        self.post_attention_layernorm = norm(post_eps)
-        self.pre_feedforward_layernorm = norm(config.rms_norm_eps)
-        self.mlp = GatedMLP(config, build)
-        self.post_feedforward_layernorm = norm(post_eps)
-
-    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
-        """keep [n]: only these rows are needed after attention."""
-        x = x.add(self.input_layernorm, self.self_attn, step, keep, self.post_attention_layernorm)
-        return x.add(self.pre_feedforward_layernorm, self.mlp, step, None, self.post_feedforward_layernorm)
+        super().__init__(
+            {
+                "input_layernorm": norm(config.rms_norm_eps),
+                "self_attn": MuseAttention(config, index, build),
+                "post_attention_layernorm": norm(layers.setting),
+            },
+            {
+                "pre_feedforward_layernorm": norm(config.rms_norm_eps),
+                "mlp": GatedMLP(config, build),
+                "post_feedforward_layernorm": norm(layers.setting),
+            },
+        )
 
 
 class MuseFamily(ModelFamily):
@@ -139,15 +129,14 @@ class MuseFamily(ModelFamily):
             spec = replace(spec, scale=factor * spec.head_dim**-0.5, gate="element")
             specs.append(spec if theta else replace(spec, rope=None))
         tied = config.tie_word_embeddings
-        others = dict.fromkeys([*_OTHERS, *(f"model.{name}" for name in _OTHERS)])
-        prefixes = {"model.language_model.": "model.", "language_model.": "", **others}
+        prefixes = decoder_prefixes(("vision_tower.", "vision_adapter.", "vision_projection."))
         return replace(
             config,
             attention=tuple(specs),
             tie_word_embeddings=False,
             logit_multiplier=number(hf, "output_multiplier"),
             logit_softcap=number(hf, softcap) if hf.get(softcap) else None,
-            layer=Layers(fraction(hf, "post_norm_eps")),
+            layer=LayersOf(MuseLayer, fraction(hf, "post_norm_eps")),
             names=MuseNames(prefixes=prefixes, eps=config.rms_norm_eps, tied=tied),
         )
 

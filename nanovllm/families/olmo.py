@@ -4,31 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import nn
-
+from nanovllm.families.blocks import TwoBlocks
 from nanovllm.families.norms import NoNorm
 from nanovllm.formats.config_json.values import layer_kinds
-from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 
 
-class NormedAfterLayer(nn.Module):
+class NormedAfterLayer(TwoBlocks):
     """As `DecoderLayer`, with norms only after the blocks."""
 
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
-        super().__init__()
-        self.before = NoNorm(build.tp)
-        self.self_attn = Attention(config, index, build)
-        self.post_attention_layernorm = layer_norm(config, build.tp)
-        self.mlp = GatedMLP(config, build)
-        self.post_feedforward_layernorm = layer_norm(config, build.tp)
-
-    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
-        """keep [n]: only these rows are needed after attention."""
-        x = x.add(self.before, self.self_attn, step, keep, self.post_attention_layernorm)
-        return x.add(self.before, self.mlp, step, None, self.post_feedforward_layernorm)
+        before = {"before": NoNorm(build.tp)}
+        attention, mlp = Attention(config, index, build), GatedMLP(config, build)
+        super().__init__(
+            before | {"self_attn": attention, "post_attention_layernorm": layer_norm(config, build.tp)},
+            before | {"mlp": mlp, "post_feedforward_layernorm": layer_norm(config, build.tp)},
+        )
 
 
 _DEFAULTS: dict[str, Any] = {

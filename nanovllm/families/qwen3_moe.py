@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
+from nanovllm.families.blocks import TwoBlocks
 from nanovllm.families.qwen2 import windows
-from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.moe.layers import ExpertNames, MoE, MoESpec
 from nanovllm.quantization.shards import FileNames
 
 
-class MoELayer(nn.Module):
+class RoutedLayer(TwoBlocks):
+    """Whose second block is a mixture of experts, or in some layers an MLP."""
+
+    def records(self, block: nn.Module) -> bool:
+        return isinstance(block, MoE) and block.record is not None
+
+
+class MoELayer(RoutedLayer):
     """Attention, then experts, or in some layers an MLP; each adds to the residual stream."""
 
     def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
-        super().__init__()
-        spec, hidden_size, tp = config.moe, config.hidden_size, build.tp
-        assert isinstance(spec, MoESpec)
-        self.block = spec.block
-        self.input_layernorm = layer_norm(config, tp)
-        self.self_attn = Attention(config, index, build)
-        self.post_attention_layernorm = layer_norm(config, tp)
-        if spec.has_experts(index):
-            shared = spec.shared_width and GatedMLP(
-                replace(config, intermediate_size=spec.shared_width), build
-            )
-            self.add_module(self.block, MoE(hidden_size, spec, tp, shared or None))
-        else:
-            self.add_module(self.block, GatedMLP(config, build))
+        assert isinstance(config.moe, MoESpec)
+        norms = layer_norm(config, build.tp), layer_norm(config, build.tp)
+        super().__init__(
+            {"input_layernorm": norms[0], "self_attn": Attention(config, index, build)},
+            {"post_attention_layernorm": norms[1], config.moe.block: routed(config, index, build)},
+        )
 
-    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
-        """keep [n]: only these rows are needed after attention; but a record has the experts of all."""
-        block = self.get_submodule(self.block)
-        if isinstance(block, MoE) and block.record is not None:
-            x = x.add(self.input_layernorm, self.self_attn, step)
-            return x.add(self.post_attention_layernorm, block, step, keep)
-        x = x.add(self.input_layernorm, self.self_attn, step, keep)
-        return x.add(self.post_attention_layernorm, block, step)
+
+def routed(config: ModelConfig, index: int, build: Build) -> nn.Module:
+    """The experts of a layer, or its MLP."""
+    spec = config.moe
+    if not isinstance(spec, MoESpec) or not spec.has_experts(index):
+        return GatedMLP(config, build)
+    width = spec.shared_width
+    shared = GatedMLP(replace(config, intermediate_size=width), build) if width else None
+    return MoE(config.hidden_size, spec, build.tp, shared)
+
+
+def mlp_layers(raw: dict[str, Any], default: dict[str, Any]) -> Mapping[str, Any]:
+    """config.json whose list of kinds says which layers have an MLP. default: what is added without one."""
+    kinds = raw.get("mlp_layer_types")
+    if kinds is None:
+        return {**default, **raw}
+    if not isinstance(kinds, list) or not all(kind in ("dense", "sparse") for kind in kinds):
+        raise ValueError(f"config.json: mlp_layer_types must be 'dense' or 'sparse', not {kinds!r}")
+    return {**raw, "mlp_only_layers": [layer for layer, kind in enumerate(kinds) if kind == "dense"]}
 
 
 @dataclass(frozen=True)

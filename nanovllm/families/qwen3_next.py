@@ -6,25 +6,25 @@ Of a model that reads images only the decoder is read; the layers for speculatio
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from nanovllm.families.blocks import LayersOf
 from nanovllm.families.gemma import GemmaFamily
-from nanovllm.families.qwen3_moe import MoEFamily
+from nanovllm.families.qwen3_moe import MoEFamily, RoutedLayer, routed
 from nanovllm.formats.config_json.values import layer_kinds
 from nanovllm.formats.packed_parts import PartNames
 from nanovllm.layers.linear import MergedColumnParallelLinear
-from nanovllm.layers.stream import AnyStream, Step
 from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
-from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
-from nanovllm.moe.layers import ExpertNames, MoE, MoESpec
+from nanovllm.models.decoder import Attention, Build, layer_norm
+from nanovllm.moe.layers import ExpertNames, MoESpec
 from nanovllm.quantization.base import Normed
 from nanovllm.quantization.shards import FileNames
 from nanovllm.states.kernels.sigmoid_gate import sigmoid_gate
-from nanovllm.states.layers import GatedDeltaNet, PackedStep
+from nanovllm.states.layers import GatedDeltaNet
 from nanovllm.states.spec import StateSpec
 
 LINEAR = "linear_attention"
@@ -47,46 +47,20 @@ class GatedAttention(Attention):
         return sigmoid_gate(attended, self.g_proj(x))
 
 
-@dataclass(frozen=True)
-class Layers:
-    """How the layers of one model are made; they share what is computed once for a step."""
-
-    packed: PackedStep = field(default_factory=PackedStep, compare=False)
-
-    def __call__(self, config: ModelConfig, index: int, build: Build) -> nn.Module:
-        return HybridLayer(config, index, build, self.packed)
-
-    def __reduce__(self) -> tuple[type[Layers], tuple[()]]:
-        return Layers, ()  # each rank has its own
-
-
-class HybridLayer(nn.Module):
+class HybridLayer(RoutedLayer):
     """Gated DeltaNet or attention with a gate, then an MLP or experts; each adds to the residual stream."""
 
-    def __init__(self, config: ModelConfig, index: int, build: Build, packed: PackedStep) -> None:
-        super().__init__()
-        tp, moe, state = build.tp, config.moe, config.spec(index).state
-        self.input_layernorm = layer_norm(config, tp)
-        if state is None:
-            self.self_attn = GatedAttention(config, index, build)
-        else:
-            self.linear_attn = GatedDeltaNet(config, state, tp, packed)
-        self._mixer = "self_attn" if state is None else "linear_attn"
-        self.post_attention_layernorm = layer_norm(config, tp)
-        self.mlp: nn.Module
-        if isinstance(moe, MoESpec) and moe.has_experts(index):
-            width = moe.shared_width
-            shared = GatedMLP(replace(config, intermediate_size=width), build) if width else None
-            self.mlp = MoE(config.hidden_size, moe, tp, shared)
-        else:
-            self.mlp = GatedMLP(config, build)
-
-    def forward(self, x: AnyStream, step: Step, keep: torch.Tensor | None = None) -> AnyStream:
-        """keep [n]: only these rows are needed after the first block; but a record has the experts of all."""
-        recorded = isinstance(self.mlp, MoE) and self.mlp.record is not None
-        first, second = (None, keep) if recorded else (keep, None)
-        x = x.add(self.input_layernorm, self.get_submodule(self._mixer), step, first)
-        return x.add(self.post_attention_layernorm, self.mlp, step, second)
+    def __init__(self, config: ModelConfig, index: int, build: Build, layers: LayersOf) -> None:
+        state, tp = config.spec(index).state, build.tp
+        mixer: dict[str, nn.Module] = (
+            {"self_attn": GatedAttention(config, index, build)}
+            if state is None
+            else {"linear_attn": GatedDeltaNet(config, state, tp, layers.packed)}
+        )
+        super().__init__(
+            {"input_layernorm": layer_norm(config, tp), **mixer},
+            {"post_attention_layernorm": layer_norm(config, tp), "mlp": routed(config, index, build)},
+        )
 
 
 @dataclass(frozen=True)
@@ -96,7 +70,7 @@ class HybridExpertNames(ExpertNames, PartNames):
 
 
 @dataclass(frozen=True)
-class _Hybrid(ModelFamily):
+class Hybrid(ModelFamily):
     """What is read of both kinds, with experts and without."""
 
     qkv_bias: bool | str = "attention_bias"
@@ -138,7 +112,7 @@ class _Hybrid(ModelFamily):
             config,
             attention=specs,
             norm_offset=1.0,
-            layer=Layers(),
+            layer=LayersOf(HybridLayer),
             names=self._names(config, state),
         )
 
@@ -162,14 +136,14 @@ class _Hybrid(ModelFamily):
         return PartNames(packed, _PREFIXES, by_heads=heads)
 
 
-class HybridMoEFamily(_Hybrid, MoEFamily):
+class HybridMoEFamily(Hybrid, MoEFamily):
     """Qwen3.5 with experts, whose weights always add up to 1."""
 
     def read_moe(self, hf: HFConfig) -> MoESpec:
         return replace(super().read_moe(hf), normalised=True)
 
 
-class QwenNextFamily(_Hybrid, MoEFamily):
+class QwenNextFamily(Hybrid, MoEFamily):
     """Qwen3-Next."""
 
 
@@ -185,7 +159,7 @@ _SHARED: dict[str, Any] = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-QWEN3_5 = _Hybrid(
+QWEN3_5 = Hybrid(
     defaults={
         **_SHARED,
         "vocab_size": 248320,

@@ -114,30 +114,39 @@ class MoESpec(Mixture):
 
 
 class _FileExpert:
-    """Some rows of an expert, in a file's tensor of all experts."""
+    """See `rows_of_expert`; indexing reads only a range of the file."""
 
-    def __init__(self, source: Any, index: int, start: int, count: int) -> None:
-        self._source, self._index, self._start, self._count = source, index, start, count
+    def __init__(self, source: Any, index: int, rows: range, transposed: bool) -> None:
+        self._source, self._index, self._rows, self._transposed = source, index, rows, transposed
 
     def get_shape(self) -> list[int]:
-        return [self._count, *self._source.get_shape()[2:]]
+        _, first, *others = self._source.get_shape()
+        return [len(self._rows), *([first] if self._transposed else others)]
 
     def get_dtype(self) -> str:
         dtype: str = self._source.get_dtype()
         return dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
+        """index: slices without steps, or ... for all."""
         first, *others = index if isinstance(index, tuple) else (index,)
-        start, stop, _ = (slice(None) if first is ... else first).indices(self._count)
-        rows = slice(self._start + start, self._start + stop)
-        found: torch.Tensor = self._source[(slice(self._index, self._index + 1), rows, *others)]
-        return found[0]
+        rows = self._rows[slice(None) if first is ... else first]
+        skipped = rows.start % rows.step
+        own, start = slice(self._index, self._index + 1), rows.start - skipped
+        read = slice(start, start + rows.step * len(rows))
+        if self._transposed:
+            [columns] = others or [slice(None)]
+            return self._source[own, columns, read][0].T[skipped :: rows.step]  # type: ignore[no-any-return]
+        return self._source[(own, read, *others)][0][skipped :: rows.step]  # type: ignore[no-any-return]
 
 
-def _expert(source: WeightSource, index: int, start: int, count: int) -> WeightSource:
-    if isinstance(source, torch.Tensor):
-        return source[index, start : start + count]
-    return _FileExpert(source, index, start, count)
+def rows_of_expert(source: WeightSource, index: int, rows: range, transposed: bool = False) -> WeightSource:
+    """These rows of an expert's part of a tensor of all experts; nothing of a file is read yet. transposed:
+    they are columns there."""
+    if not isinstance(source, torch.Tensor):
+        return _FileExpert(source, index, rows, transposed)
+    whole = source[index].T if transposed else source[index]
+    return whole[rows.start : rows.stop : rows.step]
 
 
 @dataclass(frozen=True)
@@ -158,14 +167,15 @@ class ExpertNames(FileNames):
         shape = tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape()
         module, _, last = name.replace(".mlp.", f".{self.spec.block}.").rpartition(".")
         gate, up, down = self.spec.projections
-        parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(last)
-        if parts is None or not module.endswith(".experts") or len(shape) != 3:
+        names = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(last)
+        if names is None or not module.endswith(".experts") or len(shape) != 3:
             return [(f"{module}.{last}", tensor)]
-        count = shape[1] // len(parts)
+        count = shape[1] // len(names)
+        parts = [(part, range(place * count, (place + 1) * count)) for place, part in enumerate(names)]
         return [
-            (f"{module}.{index}.{part}.weight", _expert(tensor, index, place * count, count))
+            (f"{module}.{index}.{part}.weight", rows_of_expert(tensor, index, rows))
             for index in range(shape[0])
-            for place, part in enumerate(parts)
+            for part, rows in parts
         ]
 
 

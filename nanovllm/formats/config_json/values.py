@@ -49,6 +49,13 @@ def first_layers(hf: HFConfig, key: str) -> frozenset[int]:
     return frozenset(range(count))
 
 
+def check_fixed(hf: HFConfig, fixed: Mapping[str, Any]) -> None:
+    """ValueError for a key with another value than the one that is supported."""
+    for key, right in fixed.items():
+        if hf.get(key, right) != right:
+            raise ValueError(f"config.json: {key} {hf.get(key)!r} is not supported; it must be {right!r}")
+
+
 def number(hf: HFConfig, key: str, default: float = 1.0) -> float:
     """A positive number."""
     value = hf.get(key, default)
