@@ -16,7 +16,7 @@ import torch
 from threads import in_threads
 
 from nanovllm.parallel import peer_memory
-from nanovllm.parallel.kernels import copied_sum
+from nanovllm.parallel.kernels.all_reduce import all_reduce_add_rms_norm_reference
 from nanovllm.parallel.kernels.copied_sum import CALLS, Arrival
 from nanovllm.parallel.peer_memory import PeerCopies
 
@@ -79,6 +79,25 @@ class SlowDevice(CopyingDevice):
         self.thread.join(60)
 
 
+def copied_sum_add_rms_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    slots: torch.Tensor,
+    arrival: Arrival,
+    out: torch.Tensor,
+    total: torch.Tensor,
+) -> None:
+    """`copied_sum_add_rms_norm_triton` in plain torch, after all copies have arrived."""
+    assert x.shape == residual.shape == out.shape == total.shape
+    size, rank = len(arrival.flags), arrival.rank
+    parts = [x if other == rank else slots[(other - rank - 1) % size, : len(x)] for other in range(size)]
+    normed, summed = all_reduce_add_rms_norm_reference(parts, residual, weight, eps)
+    out.copy_(normed)
+    total.copy_(summed)
+
+
 def copy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the kernels of copied sums by plain torch; Triton cannot interpret in several threads."""
 
@@ -92,7 +111,7 @@ def copy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def add_norm(*args: Any) -> None:
         (arrival,) = (arg for arg in args if isinstance(arg, Arrival))
         when_all_have_come(arrival)
-        copied_sum.copied_sum_add_rms_norm_reference(*args)
+        copied_sum_add_rms_norm_reference(*args)
 
     monkeypatch.setattr(peer_memory, "await_copies_triton", when_all_have_come)
     monkeypatch.setattr(peer_memory, "copied_sum_add_rms_norm_triton", add_norm)

@@ -139,9 +139,22 @@ class TritonBackend(AttentionBackend):
         meta: AttentionMetadata,
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """out: where the result of a prefill step goes; None: into a new tensor."""
         if meta.cu_seqlens_q is not None:
-            return self._prefill(q, cache, meta, spec, sinks)
+            return paged_prefill_attention_triton(
+                q,
+                cache,
+                meta.block_tables,
+                meta.cu_seqlens_q,
+                meta.context_lens,
+                meta.max_seqlen_q,
+                spec.scale,
+                invariant=self.deterministic,
+                variant=variant(spec, sinks),
+                out=out,
+            )
         shared = meta.shared if spec.window is None else None
         return paged_decode_attention_triton(
             q,
@@ -163,30 +176,8 @@ class TritonBackend(AttentionBackend):
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        self._prefill(q, cache, meta, spec, sinks, q)
-
-    def _prefill(
-        self,
-        q: torch.Tensor,
-        cache: KVCache,
-        meta: AttentionMetadata,
-        spec: AttentionSpec,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
         assert meta.cu_seqlens_q is not None
-        return paged_prefill_attention_triton(
-            q,
-            cache,
-            meta.block_tables,
-            meta.cu_seqlens_q,
-            meta.context_lens,
-            meta.max_seqlen_q,
-            spec.scale,
-            invariant=self.deterministic,
-            variant=variant(spec, sinks),
-            out=out,
-        )
+        self.forward(q, cache, meta, spec, sinks, q)
 
 
 BACKENDS: Table[type[AttentionBackend]] = Table(doors.BACKENDS)

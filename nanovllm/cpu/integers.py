@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from nanovllm.cpu import isa
-from nanovllm.cpu.kernels.experts import int_experts
+from nanovllm.cpu.kernels.activation import silu_and_mul
 from nanovllm.cpu.kernels.int_layout import FORMATS, GROUP, IntExperts, IntFormat, IntWeight, from_blocks
 from nanovllm.cpu.kernels.int_matmul import int_embed, int_linear
 from nanovllm.cpu.kernels.int_quantise import quantise
 from nanovllm.moe.experts import UnquantizedExpertsMethod
+from nanovllm.moe.kernels.reference import experts_in_turn
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ExpertsMethod, ExpertWeights
@@ -152,7 +153,8 @@ class IntegerExpertsMethod(ExpertsMethod):
         _load(weights[shard.index], shard, source, self.as_stored)
 
     def apply(self, x: Normed, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
-        return int_experts(x.tensor(), self.gate_up, self.down, routing.chosen(), mlp)
+        rows, chosen = x.tensor(), routing.chosen()
+        return experts_in_turn(rows, self.gate_up, self.down, chosen, mlp, int_linear, silu_and_mul)
 
 
 def _no_kernels(capability: tuple[int, int]) -> str | None:

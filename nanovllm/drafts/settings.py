@@ -16,36 +16,26 @@ OPTION = "speculative_config"
 METHODS = ("ngram", "suffix")
 _LOOKUP = 5  # tokens, vLLM's default of both lengths of an n-gram
 _DEPTH = 24  # tokens, vLLM's default
+_OFF = """
+    enforce_eager disable_eagle_block_drop use_local_argmax_reduction use_heterogeneous_vocab
+    parallel_drafting enable_adaptive_verification
+"""
+_NONE = """
+    tensor_parallel_size quantization moe_backend attention_backend kv_cache_dtype max_model_len revision
+    code_revision draft_load_config index_share_for_mtp_iteration num_speculative_tokens_per_batch_size
+    disable_by_batch_size speculative_token_tree synthetic_acceptance_rates synthetic_acceptance_length
+    dspark_draft_topk
+"""
 # Fields of vLLM's SpeculativeConfig for a second model or another test of drafts: the values of each that
 # change nothing.
 _ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "model": (None, "ngram", "[ngram]", "suffix"),
     "draft_tensor_parallel_size": (None, 1),
-    "tensor_parallel_size": (None,),
-    "quantization": (None,),
-    "moe_backend": (None,),
-    "attention_backend": (None,),
-    "kv_cache_dtype": (None,),
-    "max_model_len": (None,),
-    "revision": (None,),
-    "code_revision": (None,),
-    "draft_load_config": (None,),
-    "enforce_eager": (None, False),
-    "index_share_for_mtp_iteration": (None,),
     "disable_padded_drafter_batch": (None, False, True),
-    "disable_eagle_block_drop": (None, False),
-    "use_local_argmax_reduction": (None, False),
-    "use_heterogeneous_vocab": (None, False),
-    "parallel_drafting": (None, False),
-    "num_speculative_tokens_per_batch_size": (None,),
-    "disable_by_batch_size": (None,),
-    "speculative_token_tree": (None,),
     "rejection_sample_method": (None, "standard"),
-    "synthetic_acceptance_rates": (None,),
-    "synthetic_acceptance_length": (None,),
-    "enable_adaptive_verification": (None, False),
     "draft_sample_method": (None, "greedy"),
-    "dspark_draft_topk": (None,),
+    **dict.fromkeys(_OFF.split(), (None, False)),
+    **dict.fromkeys(_NONE.split(), (None,)),
 }
 
 

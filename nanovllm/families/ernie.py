@@ -13,7 +13,6 @@ ERNIE = ModelFamily(
         "num_attention_heads": 16,
         "num_key_value_heads": 2,
         "head_dim": 128,
-        "hidden_act": "silu",
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,

@@ -38,7 +38,6 @@ EXAONE4 = Exaone4Family(
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
-        "hidden_act": "silu",
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
         "sliding_window_pattern": 4,

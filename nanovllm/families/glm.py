@@ -46,7 +46,6 @@ GLM = GlmFamily(
         "num_attention_heads": 32,
         "num_key_value_heads": 2,
         "head_dim": 128,
-        "hidden_act": "silu",
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1.5625e-7,
         "attention_bias": True,

@@ -72,13 +72,9 @@ class _GptOss(MoEFamily):
                     f"config.json: {key} {stated!r} is not supported; supported: {supported!r}, as in gpt-oss"
                 )
         config = super().read(hf)
-        return replace(
-            config,
-            attention=tuple(replace(spec, sinks=True) for spec in config.attention),
-            dtype=config.dtype
-            if hf.get("dtype")
-            else "bfloat16",  # of the original checkpoints, which do not say it
-        )
+        attention = tuple(replace(spec, sinks=True) for spec in config.attention)
+        dtype = config.dtype if hf.get("dtype") else "bfloat16"  # original checkpoints do not say theirs
+        return replace(config, attention=attention, dtype=dtype)
 
     def model_config(
         self,
@@ -107,7 +103,6 @@ GPT_OSS = _GptOss(
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
         "head_dim": 64,
-        "hidden_act": "silu",
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "sliding_window": 128,

@@ -123,7 +123,6 @@ LAGUNA = LagunaFamily(
         "num_attention_heads": 48,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "hidden_act": "silu",
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
         "sliding_window": 512,

@@ -208,7 +208,6 @@ _SHARED: dict[str, Any] = {
     "rope_theta": 1000000.0,
     "eos_token_id": 2,
     "tie_word_embeddings": True,
-    "hidden_act": "silu",
     "conv_bias": False,
     "conv_L_cache": 3,
 }

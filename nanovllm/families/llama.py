@@ -11,7 +11,6 @@ LLAMA = ModelFamily(
         "intermediate_size": 11008,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "hidden_act": "silu",
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
         "eos_token_id": 2,

@@ -125,7 +125,6 @@ MINISTRAL3 = Ministral3Family(
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "hidden_act": "silu",
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-5,
         "eos_token_id": 2,

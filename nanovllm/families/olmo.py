@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nanovllm.families.blocks import TwoBlocks
+from nanovllm.families.llama import LLAMA
 from nanovllm.families.norms import NoNorm
 from nanovllm.formats.config_json.values import layer_kinds
 from nanovllm.models.config import ModelConfig, ModelFamily
@@ -23,17 +22,7 @@ class NormedAfterLayer(TwoBlocks):
         )
 
 
-_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50304,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 50279,
-}
+_DEFAULTS = {**LLAMA.defaults, "vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279}
 OLMO2 = ModelFamily(
     defaults=_DEFAULTS,
     qkv_bias="attention_bias",
@@ -42,7 +31,7 @@ OLMO2 = ModelFamily(
     layer=NormedAfterLayer,
 )
 OLMO3 = ModelFamily(
-    defaults=_DEFAULTS | {"rope_theta": 500000.0},
+    defaults={**_DEFAULTS, "rope_theta": 500000.0},
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm="all",

@@ -102,7 +102,6 @@ OLMO_HYBRID = OlmoHybridFamily(
         "intermediate_size": 11008,
         "num_hidden_layers": 32,
         "num_attention_heads": 30,
-        "hidden_act": "silu",
         "max_position_embeddings": 65536,
         "rms_norm_eps": 1e-6,
         "eos_token_id": 100257,

@@ -37,7 +37,6 @@ PHI3 = Phi3Family(
         "intermediate_size": 8192,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "hidden_act": "silu",
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,

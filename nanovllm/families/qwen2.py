@@ -14,7 +14,6 @@ QWEN_DEFAULTS = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
     "max_window_layers": 28,

@@ -96,7 +96,6 @@ QWEN3_MOE = MoEFamily(
         "num_hidden_layers": 24,
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
-        "hidden_act": "silu",
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "moe_intermediate_size": 768,

@@ -148,7 +148,6 @@ class QwenNextFamily(Hybrid, MoEFamily):
 
 
 _SHARED: dict[str, Any] = {
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
     "head_dim": 256,

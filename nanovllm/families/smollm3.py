@@ -38,7 +38,6 @@ SMOLLM3 = SmolLM3Family(
         "num_hidden_layers": 36,
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
-        "hidden_act": "silu",
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "rope_theta": 2000000.0,

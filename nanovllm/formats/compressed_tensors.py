@@ -17,7 +17,7 @@ from nanovllm.formats.int4.configs import pack_quantized_config
 from nanovllm.formats.int8.method import int_quantized
 from nanovllm.formats.mxfp8.method import mxfp8_quantized
 from nanovllm.formats.nvfp4.configs import nvfp4_pack_quantized
-from nanovllm.formats.stated import check_choices, check_expressions, names_of
+from nanovllm.formats.stated import SeveralFormats, check_choices, check_expressions, names_of
 from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import WeightMethod, is_cache_scale
@@ -41,7 +41,7 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class CompressedTensorsConfig(QuantConfig):
+class CompressedTensorsConfig(SeveralFormats):
     """Each group of modules is in a format of its own; those in `ignored` are in none."""
 
     groups: tuple[_Group, ...]
@@ -93,22 +93,10 @@ class CompressedTensorsConfig(QuantConfig):
         others = self.other_cache and is_cache_scale(name)
         return others or super().leaves_out(name) or any(g.quant.leaves_out(name) for g in self.groups)
 
-    def _most(self, experts: bool) -> QuantConfig:
+    def most(self, experts: bool) -> QuantConfig:
         """The format of most modules that are named, or of experts; of equally many the first."""
         counts = [sum((".experts" in each) == experts for each in group.targets) for group in self.groups]
         return self.groups[counts.index(max(counts))].quant
-
-    @property
-    def itemsize(self) -> float | None:
-        return self._most(experts=False).itemsize
-
-    @property
-    def expert_itemsize(self) -> float | None:
-        return self._most(experts=True).expert_itemsize
-
-    @property
-    def speed(self) -> float:
-        return self._most(experts=False).speed
 
     @property
     def note(self) -> str | None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from nanovllm.quantization.config import QuantConfig
 
 
 def check_choices(where: str, stated: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]) -> None:
@@ -29,3 +33,33 @@ def check_expressions(where: str, expressions: Iterable[str], prefix: str = "") 
             re.compile(each.removeprefix(prefix))
         except re.error as error:
             raise ValueError(f"{where}: {each!r} is no regular expression: {error}") from None
+
+
+@dataclass(frozen=True)
+class FourBitConfig(QuantConfig):
+    """Weights are in 4 bits; a device that cannot read them gets them dequantised."""
+
+    packs: bool = field(default=True, kw_only=True)  # whether the device can
+
+    def on(self, capability: tuple[int, int]) -> QuantConfig:
+        return replace(self, packs=capability >= (8, 0))
+
+
+class SeveralFormats(QuantConfig):
+    """Modules have formats of their own; for estimates that of most counts."""
+
+    @abstractmethod
+    def most(self, experts: bool) -> QuantConfig:
+        """The format of most modules that are named, or of experts."""
+
+    @property
+    def itemsize(self) -> float | None:
+        return self.most(experts=False).itemsize
+
+    @property
+    def expert_itemsize(self) -> float | None:
+        return self.most(experts=True).expert_itemsize
+
+    @property
+    def speed(self) -> float:
+        return self.most(experts=False).speed

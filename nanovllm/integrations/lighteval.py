@@ -51,11 +51,9 @@ class NanoVLLM(LightevalModel):
         system_prompt = options.pop("system_prompt", config.system_prompt)
         self.config = config.model_copy(update={"system_prompt": system_prompt})
         self.model = LLM(model, **options)
-        tokenizer: Any = self.model.get_tokenizer()
-        self._tokenizer = tokenizer
-        self._max_length = int(self.model.llm_engine.model_config.max_model_len or 0)
-        is_chat = uses_chat_template(tokenizer=tokenizer, override_chat_template=override)
-        self.prompt_manager = PromptManager(is_chat, tokenizer, system_prompt)
+        self._tokenizer: Any = self.model.get_tokenizer()
+        is_chat = uses_chat_template(tokenizer=self._tokenizer, override_chat_template=override)
+        self.prompt_manager = PromptManager(is_chat, self._tokenizer, system_prompt)
         # "/" is stripped so that an absolute model path also becomes a folder below the cache
         self._cache = SampleCache(self.config.model_copy(update={"model_name": config.model_name.strip("/")}))
 
@@ -73,7 +71,7 @@ class NanoVLLM(LightevalModel):
     @property
     def max_length(self) -> int:
         """The maximum number of tokens of a sequence, prompt and output."""
-        return self._max_length
+        return int(self.model.llm_engine.model_config.max_model_len or 0)
 
     @cached(SamplingMethod.GENERATIVE)
     def greedy_until(self, docs: list[Doc]) -> list[ModelResponse]:

@@ -86,7 +86,6 @@ class NanoVLLM(TemplateLM):
         self.tokenizer = self.model.get_tokenizer()
         self.batch_size = batch_size
         self.max_gen_toks = max_gen_toks
-        self._max_length = int(self.model.llm_engine.model_config.max_model_len or 0)
         self._special = add_bos_token
         self._prefix = prefix_token_id
         self._template_args = dict(chat_template_args or {})
@@ -108,7 +107,7 @@ class NanoVLLM(TemplateLM):
     @property
     def max_length(self) -> int:
         """The maximum number of model input tokens."""
-        return self._max_length
+        return int(self.model.llm_engine.model_config.max_model_len or 0)
 
     @property
     def tokenizer_name(self) -> str:

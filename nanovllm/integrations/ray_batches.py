@@ -41,11 +41,11 @@ class Batch(NamedTuple):
 def open_batch(batch: Any) -> Batch:
     """The batch in one form. TypeError for anything else."""
     if isinstance(batch, Mapping):
-        return _of_arrays(batch)
+        return _of_values(batch)
     for kind in type(batch).__mro__:
         found = kind.__module__.split(".")[0], kind.__name__
         if found == ("pandas", "DataFrame"):
-            return _of_pandas(batch, sys.modules["pandas"])
+            return _of_values(batch, sys.modules["pandas"])
         if found == ("pyarrow", "Table"):
             return _of_arrow(batch, sys.modules["pyarrow"])
     raise TypeError(
@@ -54,26 +54,17 @@ def open_batch(batch: Any) -> Batch:
     )
 
 
-def _of_arrays(batch: Mapping[str, Any]) -> Batch:
+def _of_values(batch: Any, pandas: Any = None) -> Batch:
+    """A dictionary of arrays, or a DataFrame of `pandas`."""
+
     def extended(columns: Mapping[str, Column]) -> Any:
-        return {**batch, **{name: _array(column) for name, column in columns.items()}}
+        arrays = {name: _array(column) for name, column in columns.items()}
+        if pandas is None:
+            return {**batch, **arrays}
+        return batch.assign(**{name: pandas.Series(each, batch.index) for name, each in arrays.items()})
 
     return Batch(
         list(batch),
-        lambda name: [_plain(value) for value in batch[name]],
-        lambda name: [_id(value, name) for value in batch[name]],
-        extended,
-    )
-
-
-def _of_pandas(batch: Any, pandas: Any) -> Batch:
-    def extended(columns: Mapping[str, Column]) -> Any:
-        return batch.assign(
-            **{name: pandas.Series(_array(column), batch.index) for name, column in columns.items()}
-        )
-
-    return Batch(
-        list(batch.columns),
         lambda name: [_plain(value) for value in batch[name]],
         lambda name: [_id(value, name) for value in batch[name]],
         extended,

@@ -1,6 +1,6 @@
-"""Compressed files: reads gzip and zstd as a stream that can be read again, and writes them.
+"""Compressed files: reads gzip and zstd as a stream, and writes them.
 
-Holds a window of a stream, whatever the file unpacks to. Knows no rows. zstd needs pyarrow, the extra `jobs`.
+Holds a part of a stream, whatever the file unpacks to. Knows no rows. zstd needs pyarrow, the extra `jobs`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ _MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # the first bytes o
 MAX_RATIO = 1000  # of the unpacked to the packed bytes, for a file that unpacks to more than this:
 MAX_UNPACKED_FREELY = 2**30
 CHUNK = 2**20
-KEPT = 2**24 + 2 * CHUNK  # bytes behind the position; a row and the line after it
 
 
 def packing_of(start: bytes) -> str | None:
@@ -28,15 +27,15 @@ def packing_of(start: bytes) -> str | None:
     return next((packing for mark, packing in _MARKS.items() if start.startswith(mark)), None)
 
 
-def open_rows(path: Path) -> BinaryIO:
-    """Open a file for reading, and unpack it if it is compressed. OSError if it is damaged."""
+def open_rows(path: Path) -> io.BufferedReader:
+    """Open a file for reading, once, and unpack it if it is compressed. OSError if it is damaged."""
     file = path.open("rb")
     packing = packing_of(file.read(4))
     file.seek(0)
     if packing is None:
         return file
     file.close()
-    return cast(BinaryIO, _Unpacked(path, packing))
+    return io.BufferedReader(_Unpacked(path, packing), CHUNK)
 
 
 def unpacked_size(path: Path, name: str) -> int:
@@ -45,7 +44,7 @@ def unpacked_size(path: Path, name: str) -> int:
     JobRefusedError if it is damaged, or unpacks to far more than any text does.
     """
     with open_rows(path) as file:
-        if not isinstance(file, _Unpacked):
+        if not isinstance(file.raw, _Unpacked):
             return path.stat().st_size
         most = max(MAX_UNPACKED_FREELY, MAX_RATIO * path.stat().st_size)
         size = 0
@@ -65,87 +64,34 @@ def unpacked_size(path: Path, name: str) -> int:
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a compressed file. Going back is quick for a few MiB, else it unpacks again."""
+    """The content of a compressed file, from its beginning to its end."""
 
     def __init__(self, path: Path, packing: str) -> None:
-        self._path, self._packing = path, packing
-        self._stream: Any = None
-        self._start()
-
-    def _start(self) -> None:
-        self._close_stream()
-        self._stream = _reader(self._path, self._packing)
-        self._window = bytearray()
-        self._first = self._at = 0  # the position of the window, and within it
+        self._stream: Any
+        if packing == "gzip":
+            self._stream = gzip.GzipFile(path, "rb")
+        else:
+            self._stream = import_zstd(str(path)).input_stream(str(path), compression="zstd")
+        self._position = 0
 
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
-
     def tell(self) -> int:
-        return self._first + self._at
+        return self._position
 
-    def seek(self, position: int, whence: int = 0) -> int:
-        """Only from the beginning (whence=0)."""
-        if position < self._first:
-            self._start()
-        while position > self._first + len(self._window):
-            self._at = len(self._window)
-            if not self._fill():
-                break
-        self._at = min(position - self._first, len(self._window))
-        return position
-
-    def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes; fewer only at the end."""
-        while (size < 0 or len(self._window) - self._at < size) and self._fill():
-            pass
-        return self._take(len(self._window) if size < 0 else self._at + size)
-
-    def readline(self, size: int | None = -1) -> bytes:
-        """A line, or its first `size` bytes."""
-        most = 2**62 if size is None or size < 0 else size
-        looked = self._at
-        while (end := self._window.find(b"\n", looked, self._at + most)) < 0:
-            looked = len(self._window) - self._at
-            if looked >= most or not self._fill():
-                return self._take(self._at + most)
-            looked += self._at
-        return self._take(end + 1)
-
-    def close(self) -> None:
-        self._close_stream()
-        super().close()
-
-    def _take(self, end: int) -> bytes:
-        found = bytes(self._window[self._at : end])
-        self._at += len(found)
-        return found
-
-    def _fill(self) -> bool:
-        """Unpack more; whether there was more."""
-        if self._at > 2 * KEPT:
-            gone = self._at - KEPT
-            del self._window[:gone]
-            self._first, self._at = self._first + gone, KEPT
+    def readinto(self, buffer: Any) -> int:
         try:
-            chunk = self._stream.read(CHUNK)
+            chunk = self._stream.read(len(buffer))
         except (OSError, EOFError, ValueError, zlib.error) as error:
             raise OSError(" ".join(str(error).split())) from None
-        self._window += chunk
-        return bool(chunk)
+        buffer[: len(chunk)] = chunk
+        self._position += len(chunk)
+        return len(chunk)
 
-    def _close_stream(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-
-
-def _reader(path: Path, packing: str) -> Any:
-    if packing == "gzip":
-        return gzip.open(path, "rb")
-    return import_zstd(str(path)).input_stream(str(path), compression="zstd")
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
 
 
 @contextmanager

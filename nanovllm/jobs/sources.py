@@ -12,6 +12,7 @@ import csv
 import json
 import re
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -168,8 +169,6 @@ class JSONLinesSource(Source):
         with open_rows(self.path) as file:
             for number, line in enumerate(_lines(file), 1):
                 self.position = file.tell()
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
                 if not line.strip():
                     continue
                 is_long = len(line) > MAX_ROW_BYTES
@@ -252,8 +251,6 @@ class CSVSource(Source):
         return dict(zip(columns, fields, strict=True))
 
     def _table_rows(self, file: BinaryIO) -> Iterator[_TableRow]:
-        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-            file.seek(0)
         return self._lines_as_rows(file) if self.quoting == "none" else self._quoted_rows(file)
 
     def _lines_as_rows(self, file: BinaryIO) -> Iterator[_TableRow]:
@@ -268,8 +265,8 @@ class CSVSource(Source):
         """Rows of fields. After a bad row the next one begins after its first line, so that an unclosed quote
         spoils no other row."""
         number = 0  # of lines before the current row
+        lines = _RowLines(_lines(file))
         while True:
-            lines = _RowLines(file)
             reader = csv.reader(lines, delimiter=self.delimiter, strict=True)
             while True:
                 lines.begin_row()
@@ -281,13 +278,13 @@ class CSVSource(Source):
                 except csv.Error as error:
                     fields = _not_csv(error)
                 if lines.num_bytes > MAX_ROW_BYTES:
-                    fields = too_long() if lines.count == 1 else _not_csv(_LONG_ROW)
+                    fields = too_long() if len(lines.row) == 1 else _not_csv(_LONG_ROW)
                 if isinstance(fields, ValueError):
                     break
                 if fields:
-                    yield number + 1, lines.count, fields
-                number += lines.count
-            file.seek(lines.first_end)
+                    yield number + 1, len(lines.row), fields
+                number += len(lines.row)
+            lines.go_back()
             number += 1
             yield number, 1, fields
 
@@ -333,15 +330,19 @@ def parse_json(text: str) -> Any:
 
 
 class _RowLines:
-    """The lines of a file as text, for a row that may have several; they end where the row is too long."""
+    """Lines as text, for a row that may have several; they end where the row is too long."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._lines = _lines(file)
+    def __init__(self, lines: Iterator[bytes]) -> None:
+        self._lines, self._again = lines, deque[bytes]()
         self.begin_row()
 
     def begin_row(self) -> None:
-        self.count = self.num_bytes = self.first_end = 0  # of the current row; where its first line ends
+        self.row: list[bytes] = []
+        self.num_bytes = 0
+
+    def go_back(self) -> None:
+        """All lines of the row but the first come again."""
+        self._again.extendleft(self.row[:0:-1])
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -349,21 +350,22 @@ class _RowLines:
     def __next__(self) -> str:
         if self.num_bytes > MAX_ROW_BYTES:
             raise StopIteration
-        line = next(self._lines)
+        line = self._again.popleft() if self._again else next(self._lines)
         self.num_bytes += len(line)
-        self.count += 1
-        if self.count == 1:
-            self.first_end = self._file.tell()
+        self.row.append(line)
         return line.decode("utf-8", "surrogateescape")
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; a line that is too long is cut to one byte more than the limit."""
+    """The lines of a file, without a mark of UTF-8; a line that is too long is cut to one byte more than the
+    limit."""
+    mark = codecs.BOM_UTF8
     while line := file.readline(MAX_ROW_BYTES + 1):
         rest = line
         while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
             rest = file.readline(MAX_ROW_BYTES + 1)
-        yield line
+        yield line.removeprefix(mark)
+        mark = b""
 
 
 def _text(line: bytes) -> str:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanovllm.cpu.kernels.experts import packed_experts
-from nanovllm.cpu.kernels.matmul import PackedExperts, copy_rows, packed_shape
+from nanovllm.cpu.kernels.activation import silu_and_mul
+from nanovllm.cpu.kernels.matmul import PackedExperts, copy_rows, expert_linear, packed_shape
 from nanovllm.cpu.packed import can_pack
 from nanovllm.kernels.compat import INTERPRET, use_triton
 from nanovllm.moe.kernels.gemv import expert_gemv, use_expert_gemv
 from nanovllm.moe.kernels.grouped_matmul import choose_experts, experts_triton
-from nanovllm.moe.kernels.reference import experts_reference
+from nanovllm.moe.kernels.reference import experts_in_turn, experts_reference
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import ExpertMLP
 from nanovllm.moe.method import ROW_BYTES, ExpertsMethod, ExpertWeights
@@ -78,7 +78,8 @@ class UnquantizedExpertsMethod(ExpertsMethod):
         gate_up, down = self.gate_up, self.down
         if isinstance(gate_up, PackedExperts) or isinstance(down, PackedExperts):
             assert isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts)
-            return packed_experts(rows, gate_up, down, routing.chosen(), mlp)
+            chosen = routing.chosen()
+            return experts_in_turn(rows, gate_up, down, chosen, mlp, expert_linear, silu_and_mul)
         if not (use_triton(rows) or (self.deterministic and INTERPRET)):
             return experts_reference(rows, gate_up, down, routing.chosen(), mlp)
         if not self.deterministic and use_expert_gemv(rows):

@@ -35,19 +35,15 @@ class Tree(NamedTuple):
     shared: np.ndarray  # int32 [families]: the tokens that all of a family begin with
 
 
-def tree_order(token_ids: np.ndarray, offsets: np.ndarray, width: int = WIDTH) -> np.ndarray:
-    """The prompts in the order of a walk through the tree of their beginnings: indices, int32 [prompts].
+def tree_of(token_ids: np.ndarray, offsets: np.ndarray, width: int = WIDTH, most: int | None = None) -> Tree:
+    """The prompts in the order of a walk through the tree of their beginnings, and its branches.
 
     token_ids: int32, or bytes of texts as uint8; all prompts one after the other. offsets: int64
     [prompts + 1], where each begins, and the end. A branch is where its first prompt is, and within it
     prompts keep their order. So prompts that share nothing stay in place. width: of the windows in which
     they are compared, the first _FINE of them; further on they are wider, up to a _FINE-th of the depth.
+    most: units are of at most this many prompts, and families of more; None: there are no branches.
     """
-    return tree_of(token_ids, offsets, width).order
-
-
-def tree_of(token_ids: np.ndarray, offsets: np.ndarray, width: int = WIDTH, most: int | None = None) -> Tree:
-    """As `tree_order`, with branches: units of at most `most` prompts and families of more; None: none."""
     starts, ends = offsets[:-1], offsets[1:]
     longest = int(np.diff(offsets).max(initial=0))
     order = np.arange(len(starts), dtype=np.int32)

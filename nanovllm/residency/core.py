@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
+
 from nanovllm.engine.core import Core
 from nanovllm.engine.executor import Executor
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.models.weights import check_weights
-from nanovllm.residency.profile import check_can_profile
 from nanovllm.residency.runner import WEIGHTS, RankView, ResidentModelRunner
 from nanovllm.residency.shared_tensors import load_tensors, raise_first
 from nanovllm.residency.updates import UpdateChecker, named_pairs
@@ -102,7 +103,8 @@ class ResidentCore(Core):
             return self.ranks.call(ResidentModelRunner.apply, function)
 
     def start_profile(self, folder: str, name: str) -> None:
-        check_can_profile()
+        if torch._C._autograd._profiler_enabled():
+            raise RuntimeError("a torch profiler is already active in this process; stop it first")
         with self._device.current():
             self.ranks.call(ResidentModelRunner.start_profile, folder, name)
 

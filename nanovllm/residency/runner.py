@@ -15,7 +15,6 @@ import torch
 from nanovllm.layers.weights import methods, named, weight_slots
 from nanovllm.precompile.runner import AheadModelRunner
 from nanovllm.quantization.shards import WeightMethod
-from nanovllm.residency.profile import RankProfile
 
 WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
 
@@ -76,7 +75,8 @@ class ResidentModelRunner(AheadModelRunner):
     """Runs steps while nothing sleeps. All ranks make the same calls."""
 
     asleep: frozenset[str] = frozenset()  # subset of TAGS
-    profile: RankProfile | None = None  # the active one
+    profile: torch.profiler.profile | None = None  # the active one
+    _trace = ""  # the path of its trace
     has_new_weights = False  # those of an update, not of the files
     _freed: tuple[_FreedStorage, ...] = ()
     _num_blocks = 0  # of the freed KV cache
@@ -194,16 +194,24 @@ class ResidentModelRunner(AheadModelRunner):
 
     def start_profile(self, folder: str, name: str) -> None:
         """Start a profile, for a trace in `folder` with the rank and `name` in its file name."""
-        self.profile = RankProfile(Path(folder, f"rank{self.tp.rank}.{name}.pt.trace.json.gz"), self.device)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.is_cuda:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._trace = str(Path(folder, f"rank{self.tp.rank}.{name}.pt.trace.json.gz"))
+        self.profile = torch.profiler.profile(activities=activities, acc_events=True)
+        self.profile.start()
 
     def stop_profile(self) -> str:
-        """End the profile and return the path of its trace."""
+        """Wait for the device, end the profile, write its trace and return the path."""
         assert self.profile is not None, "the caller checks that a profile is active"
         profile, self.profile = self.profile, None
-        return str(profile.stop())
+        self.device.synchronize()
+        profile.stop()
+        profile.export_chrome_trace(self._trace)
+        return self._trace
 
     def exit(self) -> None:
         if self.profile is not None:
-            self.profile.drop()
+            self.profile.stop()
         self._freed = ()
         super().exit()

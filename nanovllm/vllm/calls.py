@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.answers import RequestOutput
@@ -223,7 +223,7 @@ class VLLMCalls(ToldEngine, QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, 
         afterwards, because the function may have changed weights; replicas that restart do not have them.
         RuntimeError while requests are unfinished, or while the engine sleeps.
         """
-        return self._apply(_OfModel(func), func)
+        return self._apply(partial(_of_model, func), func)
 
     def collective_rpc(
         self,
@@ -278,7 +278,7 @@ class VLLMCalls(ToldEngine, QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, 
                 raise TypeError(
                     f"{show(function)} is of the script itself, which no other process runs; {fix}"
                 )
-            call = _Elsewhere(call)
+            call = partial(_elsewhere, call)
         with self._between_requests("this call"):
             self._check_awake()
             results = self._executor.apply(call)
@@ -288,14 +288,9 @@ class VLLMCalls(ToldEngine, QueueCalls, ChatCalls, StreamCalls, ResidencyCalls, 
         return results
 
 
-class _OfModel:
+def _of_model(function: Callable[[Any], Any], rank: RankView) -> Any:
     """A function of the model as one of the rank."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self._function = function
-
-    def __call__(self, rank: RankView) -> Any:
-        return self._function(rank.model)
+    return function(rank.model)
 
 
 class _OfWorker:
@@ -308,17 +303,12 @@ class _OfWorker:
         return self._function(rank, *self._args, **self._named)
 
 
-class _Elsewhere:
+def _elsewhere(call: Callable[[RankView], Any], rank: RankView) -> Any:
     """A call whose result or exception goes to another process."""
-
-    def __init__(self, call: Callable[[RankView], Any]) -> None:
-        self._call = call
-
-    def __call__(self, rank: RankView) -> Any:
-        try:
-            result = self._call(rank)
-            pickle.dumps(result)
-        except Exception as error:
-            what = f"rank {rank.rank}: {type(error).__name__}: {error}"
-            raise RuntimeError(what) from None
-        return result
+    try:
+        result = call(rank)
+        pickle.dumps(result)
+    except Exception as error:
+        what = f"rank {rank.rank}: {type(error).__name__}: {error}"
+        raise RuntimeError(what) from None
+    return result

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import sliding_window_view
 
 from nanovllm.order import tree
-from nanovllm.order.tree import TEXT_WIDTH, WIDTH, tree_of_list, tree_order
+from nanovllm.order.tree import TEXT_WIDTH, WIDTH, tree_of, tree_of_list
 
 
 def in_branches(prompts: list[array[int]]) -> list[int]:
-    """As `tree_order`, by comparing all tokens."""
+    """As the order of `tree_of`, by comparing all tokens."""
     order = list(range(len(prompts)))
 
     def walk(places: list[int], depth: int) -> None:
@@ -47,7 +47,7 @@ PARTS = st.lists(st.sampled_from([0, 1, 2]), max_size=4)
 def test_branches_are_together_and_all_else_in_place(shapes: list[tuple[list[int], int]]) -> None:
     prompts = [array("i", np.repeat(parts, WIDTH).tolist() + [7] * more) for parts, more in shapes]
     flat = np.array([token for prompt in prompts for token in prompt], np.int32)
-    order = tree_order(flat, np.cumsum([0, *map(len, prompts)]))
+    order = tree_of(flat, np.cumsum([0, *map(len, prompts)])).order
     assert order.dtype == np.int32 and order.tolist() == in_branches(prompts)
     assert tree_of_list(prompts).order.tolist() == order.tolist()
 
@@ -75,7 +75,7 @@ def test_memory(shared: int) -> None:
     rows[:, :shared] = rows[np.arange(count) % 3, :shared]
     flat, offsets = rows.reshape(-1), np.arange(count + 1, dtype=np.int64) * length
     tracemalloc.start()
-    order = tree_order(flat, offsets)
+    order = tree_of(flat, offsets).order
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     expected = np.arange(count) if not shared else np.concatenate([np.arange(n, count, 3) for n in range(3)])

@@ -20,7 +20,7 @@ _CHANNELS = 64  # of a program, in vectors of 16; the last one has fewer vectors
 _INTEGERS = {torch.int32: "int32", torch.int64: "int64"}
 
 
-def _make_parts(dtype: str, weight: str, bias_: str) -> dict[str, Any]:
+def _make_parts(dtype: str, weight: str, bias_: str) -> tuple[Any, ...]:
     """What both kernels call. Taps are [K, 64] float32, then the bias."""
     from numpy import float32
 
@@ -76,15 +76,13 @@ def _make_parts(dtype: str, weight: str, bias_: str) -> dict[str, Any]:
             return mul(rounded(sum_), load(gate + token * gate_row + old_row))
         return div(sum_, add(splat(one), exp(sub(splat(zero), sum_))))
 
-    parts = {"read_taps": read_taps, "read": read, "convolved": convolved}
-    return {**parts, "load": load, "store": store, "size": size}
+    return read_taps, read, convolved, load, store, size
 
 
 def _make_prefill(dtype: str, weight: str, bias_: str) -> Callable[..., None]:
     from nanovllm.cpu.kernels import vectors as v
 
-    parts = _make_parts(dtype, weight, bias_)
-    read_taps, read, convolved, load, store, size = parts.values()
+    read_taps, read, convolved, load, store, size = _make_parts(dtype, weight, bias_)
     get_i32, splat, channels = v.get_i32, v.splat, _CHANNELS
     weight_size, bias_size = v.SIZES[weight], v.SIZES[bias_]
 
@@ -178,8 +176,7 @@ def _make_prefill(dtype: str, weight: str, bias_: str) -> Callable[..., None]:
 def _make_step(rows_dtype: str, dtype: str, weight: str, bias_: str) -> Callable[..., None]:
     from nanovllm.cpu.kernels import vectors as v
 
-    parts = _make_parts(dtype, weight, bias_)
-    read_taps, read, convolved, load, store, size = parts.values()
+    read_taps, read, convolved, load, store, size = _make_parts(dtype, weight, bias_)
     splat, channels, weight_size, bias_size = v.splat, _CHANNELS, v.SIZES[weight], v.SIZES[bias_]
     get_row, row_size = {"int32": (v.get_i32, 4), "int64": (v.get_i64, 8)}[rows_dtype]
 

@@ -21,7 +21,7 @@ _LANES = 16
 _INTEGERS = {torch.int32: "int32", torch.int64: "int64"}
 
 
-def _make_parts(variant: tuple[Any, ...]) -> dict[str, Any]:
+def _make_parts(variant: tuple[Any, ...]) -> tuple[Any, ...]:
     """What both kernels call. variant: dtypes, and vectors of 16 columns in a program, 1 or 2."""
     dtype, gate, a_log_, bias, pool_, vectors = variant
     from numpy import float32
@@ -147,17 +147,14 @@ def _make_parts(variant: tuple[Any, ...]) -> dict[str, Any]:
         own = decay(splat(get_gate(a)), splat(get_a_log(a_log)), splat(get_bias(dt_bias)))
         return own, mul(rounded(beta), splat(most))
 
-    return {"begin": begin, "move": move, "keep": keep, "normed": normed, "gates_of": gates_of}
+    return begin, move, keep, normed, gates_of
 
 
 def _make_prefill(*variant: Any) -> Callable[..., None]:
     from nanovllm.cpu.kernels import vectors as v
 
     dtype, gate, a_log_, bias, pool_, vectors = variant
-    parts = _make_parts(variant)
-    begin, move, keep, normed, gates_of = (
-        parts[name] for name in ("begin", "move", "keep", "normed", "gates_of")
-    )
+    begin, move, keep, normed, gates_of = _make_parts(variant)
     get_i32, size, gate_size = v.get_i32, v.SIZES[dtype], v.SIZES[gate]
     a_log_size, bias_size, state_size = v.SIZES[a_log_], v.SIZES[bias], v.SIZES[pool_]
     width, line = _LANES * vectors, 64 * vectors
@@ -268,8 +265,7 @@ def _make_step(rows_dtype: str, *variant: Any) -> Callable[..., None]:
     from nanovllm.cpu.kernels import vectors as v
 
     dtype, gate, a_log_, bias, pool_, vectors = variant
-    parts = _make_parts(variant)
-    begin, move, normed, gates_of = (parts[name] for name in ("begin", "move", "normed", "gates_of"))
+    begin, move, _, normed, gates_of = _make_parts(variant)
     get_row, row_size = {"int32": (v.get_i32, 4), "int64": (v.get_i64, 8)}[rows_dtype]
     size, gate_size, a_log_size, bias_size = v.SIZES[dtype], v.SIZES[gate], v.SIZES[a_log_], v.SIZES[bias]
     state_size, width, line = v.SIZES[pool_], _LANES * vectors, 64 * vectors

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.cpu.kernels.int_layout import GROUP, LANES, IntWeight, levels
+from nanovllm.cpu.kernels.int_layout import LANES, IntWeight
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel, empty
 from nanovllm.cpu.kernels.native import jit
 from nanovllm.cpu.kernels.team import team_size
@@ -219,31 +219,3 @@ def int_embed(ids: torch.Tensor, weight: IntWeight, dtype: torch.dtype) -> torch
     variant, stride = (weight.format.name, DTYPES[dtype]), weight.data.stride(0)
     _EMBED.launch(variant, len(ids), ids, weight.data, out, weight.k, weight.groups, stride)
     return out
-
-
-def int_linear_reference(
-    x: torch.Tensor,
-    weight: IntWeight,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`int_linear` in plain torch."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % GROUP))
-    halves = padded.unflatten(1, (-1, 2, GROUP // 2))
-    largest = halves.abs().amax(-1, keepdim=True)
-    factors = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
-    scales, rounded = largest / 127, (halves * factors).round()
-    codes, numbers = weight.stored(0, weight.n)
-    integers = levels(weight.format, codes).unflatten(2, (2, -1))
-    products = torch.einsum("tghk,nghk->ghtn", rounded, integers)  # exact integers
-    factors, numbers = scales.permute(1, 2, 0, 3), numbers.float().permute(1, 2, 0)
-    sums = (rounded.sum(-1) * scales[..., 0]).sum(-1)
-    out = torch.zeros(len(x), weight.n)
-    for group in range(weight.groups):
-        out += (products[group] * factors[group]).sum(0) * numbers[group, 0]
-        if weight.format.numbers == 2:
-            out += sums[:, group, None] * numbers[group, 1]
-    for other in (bias, residual):
-        if other is not None:
-            out += other.float()
-    return out.to(x.dtype)

@@ -85,7 +85,7 @@ def eos_token_ids(hf: HFConfig, generation: Mapping[str, Any]) -> tuple[int, ...
 
 def activation(hf: HFConfig) -> Activation:
     try:
-        return Activation.of(hf.get("hidden_act"))
+        return Activation.of(hf.get("hidden_act", "silu"))
     except ValueError as error:
         raise ValueError(f"config.json: hidden_act {error}") from None
 

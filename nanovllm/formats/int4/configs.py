@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.formats.int4.experts import Int4ExpertsMethod
 from nanovllm.formats.int4.layouts import Int4Format, awq, gptq, pack_quantized
 from nanovllm.formats.int4.method import Int4LinearMethod
-from nanovllm.formats.stated import check_expressions, names_of
+from nanovllm.formats.stated import FourBitConfig, check_expressions, names_of
 from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.method import ExpertsMethod
 from nanovllm.quantization.base import Kind, LinearMethod
@@ -26,14 +26,13 @@ _KEY = "config.json: quantization_config"
 
 
 @dataclass(frozen=True)
-class Int4Config(QuantConfig):
+class Int4Config(FourBitConfig):
     """Linear layers are in 4 bits, except those whose names match one of `skipped`."""
 
     format: Int4Format
     skipped: tuple[str, ...] = ()  # regular expressions, found anywhere in a module's name
     only: tuple[str, ...] | None = None  # ends of the names of all modules in 4 bits; None: all but `skipped`
     head: bool = False  # whether the LM head is a linear layer of these
-    packs: bool = True  # whether a device can read 4 bits
 
     def method(self, path: str, kind: Kind) -> LinearMethod:
         mine = kind == "linear" or (kind in ("lm_head", "tied_embedding") and self.head)
@@ -60,11 +59,6 @@ class Int4Config(QuantConfig):
         if self.only is None or kind != "linear":  # a LM head is in no block
             return False
         return not any(f".{name}".endswith(f".{end}") for name in names for end in self.only)
-
-    def on(self, capability: tuple[int, int]) -> QuantConfig:
-        """The same for devices of this CUDA compute capability, (0, 0) for a CPU, where weights are
-        dequantised."""
-        return replace(self, packs=capability >= (8, 0))
 
     @property
     def itemsize(self) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ from nanovllm.formats.int4.experts import PackedExpertsMethod
 from nanovllm.formats.int4.kernels.layout import MXFP4, Int4Weight, check_mxfp4_scales, pack_mxfp4
 from nanovllm.formats.int4.loading import keeps_bits
 from nanovllm.formats.mxfp4.kernels.values import BYTES, GROUP, SCALE_NAN, dequantise_mxfp4
-from nanovllm.formats.stated import names_of
+from nanovllm.formats.stated import FourBitConfig, names_of
 from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.method import ExpertsMethod
 from nanovllm.quantization.config import QuantConfig
@@ -97,20 +97,15 @@ class Mxfp4ExpertsMethod(PackedExpertsMethod):
 
 
 @dataclass(frozen=True)
-class Mxfp4Config(QuantConfig):
+class Mxfp4Config(FourBitConfig):
     """Experts are in MXFP4, except those whose names match one of `skipped`."""
 
     skipped: tuple[str, ...] = ()  # patterns with *
-    packs: bool = True  # whether a device can read 4 bits
 
     def experts(self, path: str) -> ExpertsMethod:
         if any(path.startswith(each) or fnmatchcase(path, each) for each in self.skipped):
             return UnquantizedExpertsMethod()
         return Mxfp4ExpertsMethod(Mxfp4Format(), self.packs)
-
-    def on(self, capability: tuple[int, int]) -> QuantConfig:
-        """The same for devices of this CUDA compute capability; elsewhere weights are dequantised."""
-        return replace(self, packs=capability >= (8, 0))
 
     @property
     def expert_itemsize(self) -> float | None:

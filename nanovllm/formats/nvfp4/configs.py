@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.formats.nvfp4.kernels.values import GROUP
 from nanovllm.formats.nvfp4.layouts import COMPRESSED_TENSORS, Nvfp4Format
 from nanovllm.formats.nvfp4.method import Nvfp4ExpertsMethod, Nvfp4LinearMethod
-from nanovllm.formats.stated import check_choices
+from nanovllm.formats.stated import FourBitConfig, check_choices
 from nanovllm.moe.method import ExpertsMethod
 from nanovllm.quantization.base import Kind, LinearMethod
-from nanovllm.quantization.config import QuantConfig
 
 
 @dataclass(frozen=True)
-class Nvfp4Config(QuantConfig):
+class Nvfp4Config(FourBitConfig):
     """All modules that it is asked for are in NVFP4."""
 
     format: Nvfp4Format
-    packs: bool = True  # whether a device can read 4 bits
 
     def method(self, path: str, kind: Kind) -> LinearMethod:
         return Nvfp4LinearMethod(self.format, self.packs)
 
     def experts(self, path: str) -> ExpertsMethod:
         return Nvfp4ExpertsMethod(self.format, self.packs)
-
-    def on(self, capability: tuple[int, int]) -> QuantConfig:
-        """The same for devices of this CUDA compute capability, (0, 0) for a CPU, where weights are
-        dequantised."""
-        return replace(self, packs=capability >= (8, 0))
 
     @property
     def itemsize(self) -> float | None:

@@ -18,6 +18,7 @@ from nanovllm.formats.mxfp8.method import MXFP8
 from nanovllm.formats.nvfp4.configs import Nvfp4Config
 from nanovllm.formats.nvfp4.kernels.values import GROUP
 from nanovllm.formats.nvfp4.layouts import MODELOPT
+from nanovllm.formats.stated import SeveralFormats
 from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import WeightMethod, is_cache_scale
@@ -37,7 +38,7 @@ _ALGORITHMS: dict[str, tuple[QuantConfig, tuple[int | None, ...]]] = {
 
 
 @dataclass(frozen=True)
-class ModelOptConfig(QuantConfig):
+class ModelOptConfig(SeveralFormats):
     """All linear layers and the LM head are in one format, but for `excluded`; or each of `layers` is in one
     of its own, and nothing else is."""
 
@@ -102,23 +103,11 @@ class ModelOptConfig(QuantConfig):
         others = last in self.others and (is_cache_scale(name) or last.endswith("_bias"))
         return last == "input_scale" or others or super().leaves_out(name)
 
-    def _most(self, experts: bool) -> QuantConfig:
+    def most(self, experts: bool) -> QuantConfig:
         """The format of most modules, or of those of experts."""
         formats = Counter(each for name, each in self.layers.items() if (".experts" in name) == experts)
         found = formats or Counter(self.layers.values())
         return self.every or found.most_common(1)[0][0]
-
-    @property
-    def itemsize(self) -> float | None:
-        return self._most(experts=False).itemsize
-
-    @property
-    def expert_itemsize(self) -> float | None:
-        return self._most(experts=True).itemsize
-
-    @property
-    def speed(self) -> float:
-        return self._most(experts=False).speed
 
     @property
     def note(self) -> str | None:

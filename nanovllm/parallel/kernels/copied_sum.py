@@ -11,7 +11,6 @@ import torch
 
 from nanovllm.kernels.compat import await_inputs, jit, next_power_of_2, pdl_options, row_warps, tl
 from nanovllm.kernels.rms_norm import normalised
-from nanovllm.parallel.kernels.all_reduce import all_reduce_add_rms_norm_reference
 
 CALLS = 4096  # call numbers wrap around at this value
 
@@ -129,22 +128,3 @@ def copied_sum_add_rms_norm_triton(
         num_warps=row_warps(padded),
         **pdl_options(x),
     )
-
-
-def copied_sum_add_rms_norm_reference(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    slots: torch.Tensor,
-    arrival: Arrival,
-    out: torch.Tensor,
-    total: torch.Tensor,
-) -> None:
-    """`copied_sum_add_rms_norm_triton` in plain torch, after all copies have arrived."""
-    assert x.shape == residual.shape == out.shape == total.shape
-    size, rank = len(arrival.flags), arrival.rank
-    parts = [x if other == rank else slots[(other - rank - 1) % size, : len(x)] for other in range(size)]
-    normed, summed = all_reduce_add_rms_norm_reference(parts, residual, weight, eps)
-    out.copy_(normed)
-    total.copy_(summed)

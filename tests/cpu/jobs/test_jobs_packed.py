@@ -47,7 +47,6 @@ def test_compressed_output(tmp_path: Path, ending: str) -> None:
 @pytest.mark.parametrize("format", ["jsonl", "csv", "tsv"])
 def test_compressed_input(tmp_path: Path, format: str, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal answers and errors, with bad rows after which a table is read again from their second line."""
-    monkeypatch.setattr(packed, "KEPT", 1000)
     monkeypatch.setattr(packed, "CHUNK", 300)
     rng = random.Random(1)
     tab = {"csv": ",", "tsv": "\t"}.get(format)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checked_llm import make_tiny
+from cpu_kernel_cases import int_linear_reference
 from gguf_files import random_blocks
 from safetensors.torch import load_file
 from tiny_models import write_tiny_model
@@ -17,9 +18,9 @@ from nanovllm import SamplingParams
 from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.cpu import isa
 from nanovllm.cpu.integers import IntegerExpertsMethod, StoredConfig
-from nanovllm.cpu.kernels.experts import int_experts
+from nanovllm.cpu.kernels.activation import silu_and_mul
 from nanovllm.cpu.kernels.int_layout import FORMATS, IntExperts, dequantised
-from nanovllm.cpu.kernels.int_matmul import int_linear_reference
+from nanovllm.cpu.kernels.int_matmul import int_linear
 from nanovllm.cpu.kernels.int_quantise import quantise
 from nanovllm.kernels.activation import silu_and_mul_reference
 from nanovllm.layers.weights import allocate
@@ -280,12 +281,15 @@ def test_products_of_experts(dtype: torch.dtype, rows: int) -> None:
     logits = torch.randn(rows, experts).index_fill(1, torch.tensor([3]), -100.0)
     slots = torch.arange(rows).index_fill(0, torch.arange(0, rows, 4), -1) if rows > 1 else None
     chosen = Routing(logits, 2, True, slots).chosen()
-    found = int_experts(x, gate_up, down, chosen)
+    kernels = PLAIN_MLP, int_linear, silu_and_mul
+    found = experts_in_turn(x, gate_up, down, chosen, *kernels)
     plain = PLAIN_MLP, int_linear_reference, silu_and_mul_reference
     wanted = experts_in_turn(x, gate_up, down, chosen, *plain)
     assert (found - wanted).abs().max() <= (1e-5 if dtype is torch.float32 else 2e-2)
     alone = [
-        int_experts(x[i : i + 1], gate_up, down, chosen.__class__(*(c[i : i + 1] for c in chosen)))
+        experts_in_turn(
+            x[i : i + 1], gate_up, down, chosen.__class__(*(c[i : i + 1] for c in chosen)), *kernels
+        )
         for i in range(rows)
     ]
     assert torch.equal(torch.cat(alone), found)

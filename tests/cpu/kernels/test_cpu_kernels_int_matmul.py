@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from cpu_kernel_cases import TESTS, threads
+from cpu_kernel_cases import TESTS, int_linear_reference, threads
 
 from nanovllm.cpu import isa
 from nanovllm.cpu.kernels.int_layout import (
@@ -20,7 +20,7 @@ from nanovllm.cpu.kernels.int_layout import (
     from_blocks,
     quantise_reference,
 )
-from nanovllm.cpu.kernels.int_matmul import int_embed, int_linear, int_linear_reference
+from nanovllm.cpu.kernels.int_matmul import int_embed, int_linear
 from nanovllm.cpu.kernels.int_quantise import quantise
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")

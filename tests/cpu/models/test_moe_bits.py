@@ -14,7 +14,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cpu import isa
-from nanovllm.cpu.kernels import experts as cpu_experts
+from nanovllm.moe import experts as moe_experts
 from nanovllm.moe.kernels import reference as experts_reference
 
 
@@ -53,6 +53,6 @@ def test_only_experts_with_rows_are_computed(tmp_path: Path, monkeypatch: pytest
 
     # In plain torch, and with kernels for this CPU.
     monkeypatch.setattr(experts_reference, "F", SimpleNamespace(linear=counted(torch.nn.functional.linear)))
-    monkeypatch.setattr(cpu_experts, "expert_linear", counted(cpu_experts.expert_linear))
+    monkeypatch.setattr(moe_experts, "expert_linear", counted(moe_experts.expert_linear))
     forward(model, [5])
     assert computed == [1] * (2 * 3 * len(model.model.layers))

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from copying_ranks import CopyingDevice, make_copying_ranks, run_late_ranks
+from copying_ranks import (
+    CopyingDevice,
+    copied_sum_add_rms_norm_reference,
+    make_copying_ranks,
+    run_late_ranks,
+)
 
 from nanovllm.kernels.compat import INTERPRET
 from nanovllm.parallel.kernels.all_reduce import (
@@ -26,7 +31,6 @@ from nanovllm.parallel.kernels.copied_sum import (
     CALLS,
     Arrival,
     await_copies_triton,
-    copied_sum_add_rms_norm_reference,
     copied_sum_add_rms_norm_triton,
 )
 from nanovllm.parallel.peer_memory import PeerCopies, PendingSum
