@@ -152,7 +152,7 @@ class RequestOutput(Mapping[str, Any]):
     num_cached_tokens: int = 0
     error: str | None = None
     index: int = 0
-    pooled: Any = field(default=None, repr=False, compare=False)  # [hidden_size] float32, for `embed`
+    pooled: Any = field(default=None, repr=False, compare=False)  # float32, what `Request.pooling` asks for
     # what vLLM's has, and this engine never gives
     lora_request: ClassVar[None] = None
     encoder_prompt: ClassVar[None] = None

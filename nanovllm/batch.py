@@ -177,7 +177,7 @@ class StepOutput(Generic[A]):
     # [S, maximum draws of a row] int64; may be NOT_FINITE or NOT_DRAWN. Undefined from column `draws` on.
     token_ids: A
     extras: Any = None  # what `Batch.extras` asked for, `ExtraOutput` in `extras/columns.py`
-    pooled: A | None = None  # [S, hidden_size] float32, the sums of hidden states that are asked for
+    pooled: A | None = None  # float32 [S, n], sums of hidden states or of a head's values; or rows of these
     routed: A | None = None  # [T, layers, top_k] int16, the experts of the step's tokens
 
     def map(self, convert: Callable[[A], B]) -> StepOutput[B]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nanovllm.extras.calls import ExtraCalls
 from nanovllm.inputs import calls_of_llm
 from nanovllm.parallel.replicas.replicas import Replicas
+from nanovllm.pooling_heads.calls import PoolingCalls
 from nanovllm.tables.calls import TableCalls
 from nanovllm.vllm.calls import VLLMCalls
 from nanovllm.vllm.names import OtherNames
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @calls_of_llm
-class LLM(OtherNames, VLLMCalls, TableCalls, ExtraCalls):
+class LLM(OtherNames, VLLMCalls, TableCalls, PoolingCalls):
     """A loaded model: `LLM(folder_or_hub_id, **options)`; `Config` lists the options.
 
     >>> with LLM(nanovllm.demo_model_path()) as llm:

@@ -1,4 +1,4 @@
-"""PoolingParams: vLLM's parameters of an embedding, for `LLM.embed`. Computes nothing."""
+"""PoolingParams: vLLM's parameters of embeddings and of a head's values. Computes nothing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nanovllm.names import takes_others
 @takes_others
 @dataclass(kw_only=True)
 class PoolingParams:
-    """What becomes of a prompt's hidden state. All fields are keyword arguments.
+    """What becomes of a prompt's hidden states. All fields are keyword arguments.
 
-    dimensions: keep the first values of the embedding, at most as many as it has. Only models that were
+    dimensions: keep the first values of an embedding, at most as many as it has. Only models that were
     trained for it (Matryoshka) give good embeddings then.
-    use_activation: scale the embedding to Euclidean length 1, after `dimensions`; None takes `normalize` of
-    `LLM.embed`. normalize: the same, in older versions of vLLM.
+    use_activation: scale an embedding to Euclidean length 1, after `dimensions`; make probabilities of a
+    head's values. None takes the default of the call. normalize: the same, in older versions of vLLM.
     vLLM's further fields accept their neutral values. TypeError or ValueError for anything else.
     """
 

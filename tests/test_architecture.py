@@ -49,6 +49,7 @@ DOORS |= {
     "integrations",
     "jobs",
     "order",
+    "pooling_heads",
     "precompile",
     "reasoning",
     "report",

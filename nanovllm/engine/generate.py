@@ -195,9 +195,9 @@ class Generation:
                 "structured_outputs"
             )
         if request.pooling is None and not self.model_config.has_head:
+            why = self.model_config.head or "there is no lm_head.weight, and no tie_word_embeddings"
             raise ValueError(
-                "this model has no LM head (its files have no lm_head.weight, and config.json no "
-                "tie_word_embeddings), so it draws and scores no tokens; embed() makes embeddings"
+                f"this model has no LM head ({why}): it draws and scores no tokens; embed() makes embeddings"
             )
 
     def _add(self, requests: list[Request], deltas: bool = False) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 
 from nanovllm.batch import FILTERS, A, B, Extras, SamplingColumns
 
+# Poolings of a `Request` that keep each token's row; those that apply the model's head to rows.
+EACH_TOKEN, WITH_HEAD = ("token_embed", "token_classify"), ("classify", "token_classify")
 NO_LOGPROBS = -1  # as a number of likeliest tokens: no logprobs, not even the token's own
 
 
@@ -80,7 +82,8 @@ class BatchExtras(Extras):
     num_logprobs: int = NO_LOGPROBS  # the maximum over the rows, for drawn tokens
     asked_ids: np.ndarray | None = None  # [S, M] int64, tokens that a row asks the logprobs of, then PADDING
     scored: ScoredTokens | None = None
-    pooled: WantedTokens | None = None  # tokens whose hidden states are summed for each sequence
+    pooled: WantedTokens | None = None  # tokens whose hidden states are needed, and not for scores
+    pooling: str | None = None  # of these, as in `Request`
 
     def __bool__(self) -> bool:
         return True

@@ -78,7 +78,7 @@ def read_embedding_defaults(path: Path, model_config: ModelConfig) -> EmbeddingD
     """How the files in `path` make embeddings. ValueError if the model can do nothing else, and they ask for
     what is not supported."""
     found = embedding_defaults(path)
-    if found.problem and not model_config.has_head:
+    if found.problem and not (model_config.has_head or model_config.head):
         raise ValueError(f"{found.problem}, and this model has no LM head, so it only makes embeddings")
     if found.note:
         _logger.warning("%s", found.note)

@@ -12,14 +12,15 @@ import torch
 
 from nanovllm.batch import NOT_DRAWN, PADDING, Batch, StepOutput, rows_of
 from nanovllm.extras.columns import (
+    EACH_TOKEN,
     NO_LOGPROBS,
+    WITH_HEAD,
     BatchExtras,
     ExtraOutput,
     LogprobColumns,
     Penalties,
     ScoredTokens,
     TokenMasks,
-    WantedTokens,
     has_filters,
 )
 from nanovllm.extras.kernels.logprobs import token_logprobs
@@ -80,7 +81,7 @@ class ExtrasEnding:
             if extras.scored is not None:
                 scores = self._score(of(extras.scored.wanted.places), extras.scored)
             if extras.pooled is not None:
-                pooled = self._pool(of(extras.pooled.places), extras.pooled, len(batch.slots))
+                pooled = self._pool(of(extras.pooled.places), extras, len(batch.slots))
         if not batch.draws.any():  # only prompts to score or pool, or chunks of prompts
             token_ids = last.new_full((len(last),), NOT_DRAWN, dtype=torch.int64)
         elif extras.needs_logits:
@@ -148,10 +149,16 @@ class ExtrasEnding:
             parts.append(self._join(own, mine, logits, self._width(scored.num_logprobs)))
         return all_rows(parts)
 
-    def _pool(self, hidden: torch.Tensor, wanted: WantedTokens, num_seqs: int) -> torch.Tensor:
-        """The sums [num_seqs, hidden_size] float32 of hidden [n, hidden_size] over each sequence."""
-        sums = torch.zeros(num_seqs, hidden.shape[1], device=hidden.device)
-        return sums.index_add_(0, self._send(wanted.rows), hidden.float())
+    def _pool(self, hidden: torch.Tensor, extras: BatchExtras, num_seqs: int) -> torch.Tensor:
+        """What becomes of hidden [n, hidden_size], in float32: these rows, or with a head its values
+        [n, labels]; or their sums over each sequence, [num_seqs, hidden_size or labels]."""
+        head = self._model.score if extras.pooling in WITH_HEAD else None
+        values: torch.Tensor = hidden.float() if head is None else head(hidden)
+        if extras.pooling in EACH_TOKEN:
+            return values
+        assert extras.pooled is not None
+        sums = torch.zeros(num_seqs, values.shape[1], device=values.device)
+        return sums.index_add_(0, self._send(extras.pooled.rows), values)
 
     def _row_penalties(self, penalties: Penalties | None, slots: torch.Tensor) -> RowPenalties | None:
         """Count the history tokens, then return the columns of penalties on the device."""

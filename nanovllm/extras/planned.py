@@ -15,6 +15,7 @@ import numpy as np
 from nanovllm.batch import PADDING, Batch, StepOutput
 from nanovllm.checks import PENALTIES
 from nanovllm.extras.columns import (
+    EACH_TOKEN,
     NO_LOGPROBS,
     BatchExtras,
     ExtraOutput,
@@ -65,7 +66,7 @@ class SequenceExtras:
     counted: int | None = None  # the sequence's preemptions when penalties last counted its tokens
     logprobs: list[tuple[TokenLogprobs, int]] = field(default_factory=list)  # one row for each output token
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # in parts, in order
-    pooled: np.ndarray | None = None  # [hidden_size] float32, the sum so far
+    pooled: np.ndarray | None = None  # float32 [size], the sum so far; or the rows of tokens, [n, size]
     routed: list[tuple[int, np.ndarray]] = field(default_factory=list)  # experts from a position on, in parts
 
     @classmethod
@@ -108,6 +109,14 @@ class SequenceExtras:
         """Of the first `most` tokens, how many may come from the prefix cache: no hidden state is known."""
         return most if self.next_wanted is None else min(most, self.next_wanted)
 
+    def add_pooled(self, values: np.ndarray) -> None:
+        """Add what a step has pooled: the next part of a sum, or the rows [n, size] of further tokens."""
+        before = self.pooled
+        if self.pooling in EACH_TOKEN:
+            self.pooled = np.concatenate([values] if before is None else [before, values])
+        else:
+            self.pooled = values if before is None else before + values
+
     def routed_experts(self, num_tokens: int) -> np.ndarray | None:
         """The experts [n, layers, top_k] of its first tokens, at most `num_tokens`; None if unknown."""
         if not self.routed:
@@ -127,7 +136,7 @@ Asking = list[tuple[int, Sequence, SequenceExtras]]  # rows of a step that ask f
 def _next_wanted(request: Request) -> int | None:
     """The first prompt position whose hidden state is needed, to score the next token or for pooling."""
     if request.pooling is not None:
-        return 0 if request.pooling == "mean" else len(request.prompt_token_ids) - 1
+        return 0 if request.pooling in ("mean", *EACH_TOKEN) else len(request.prompt_token_ids) - 1
     return None if request.first_scored is None else request.first_scored - 1
 
 
@@ -155,6 +164,7 @@ def extras_of(seqs: list[Sequence], query_lens: np.ndarray, draws: np.ndarray) -
         asked_ids=_asked_ids(asking, len(seqs)),
         scored=scored,
         pooled=pooled,
+        pooling=next((each.pooling for _, _, each in asking if each.pooling is not None), None),
     )
 
 
@@ -339,15 +349,21 @@ def _keep_output(
                 if np.isnan(scores.values[:, 0]).any():
                     not_finite.append(asking.pop(row))
     if output.pooled is not None and extras.pooled is not None:
-        for row in np.unique(extras.pooled.rows).tolist():
+        for row, values in _pooled_rows(extras.pooled.rows, extras.pooling in EACH_TOKEN, output.pooled):
             if row in asking:
-                sums, before = output.pooled[row], asking[row].extras.pooled
-                asking[row].extras.pooled = sums if before is None else before + sums
-                if not np.isfinite(sums).all():
+                asking[row].extras.add_pooled(values)
+                if not np.isfinite(values).all():
                     not_finite.append(asking.pop(row))
     for seq in not_finite:
         seq.extras.prompt_logprobs, seq.extras.pooled = [], None
     return not_finite
+
+
+def _pooled_rows(of_tokens: np.ndarray, are_tokens: bool, pooled: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """What a step has pooled of each row, in order: its tokens' values, or a sum. of_tokens: their rows."""
+    rows, firsts = np.unique(of_tokens, return_index=True)
+    parts = np.split(pooled, firsts[1:]) if are_tokens else pooled[rows]
+    return list(zip(rows.tolist(), parts, strict=True))
 
 
 def _keep_logprobs(

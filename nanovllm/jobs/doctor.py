@@ -31,7 +31,7 @@ from nanovllm.jobs.errors import ANSWERED, REFUSED
 from nanovllm.jobs.job import engine_options
 from nanovllm.layers.stream import Group
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.registry import Checkpoint, Hub, open_checkpoint, resolve_model_path
+from nanovllm.models.registry import Checkpoint, Hub, open_checkpoint, resolve_model_path, shortened
 from nanovllm.models.weights import check_weights, weight_bytes
 from nanovllm.moe.layers import MoESpec
 from nanovllm.moe.options import placed
@@ -102,7 +102,9 @@ def _model(config: Config, device: Device) -> Iterator[str]:
     if isinstance(model.moe, MoESpec) and size > 1:
         yield placed(model.moe, size)
     pooling = read_embedding_defaults(path, model).pooling
-    if not model.has_head:
+    if model.head is not None:
+        yield f"no LM head: {model.head}; the labels are {shortened(', '.join(model.head.labels))}"
+    elif not model.has_head:
         yield f"no LM head: it makes embeddings alone, by default of {pooling} hidden states"
     cached = cache_dtype(config.kv_cache_dtype, dtype)
     yield _backend(config, device, model, (dtype, cached))

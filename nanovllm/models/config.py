@@ -78,6 +78,7 @@ class ModelConfig:
     layer_inputs: Callable[..., Any] | None = None  # (config, build) -> what makes an input of each layer
     moe: Mixture | None = None
     max_model_len: int | None = None  # maximum tokens of a sequence in the engine; None: without an engine
+    head: Any = None  # `HeadConfig` of pooling_heads/, of a model that classifies; None: it does not
     has_head: bool = True  # whether the files have what makes logits of hidden states
 
     def __post_init__(self) -> None:
@@ -113,8 +114,7 @@ class ModelConfig:
 
     @property
     def ties_head(self) -> bool:
-        """Whether the embedding is the LM head too. It takes its place where there is none, so that a step is
-        the same; the engine refuses requests that would read the logits."""
+        """Whether the embedding is the LM head too, or in its place; then no request may read logits."""
         return self.tie_word_embeddings or not self.has_head
 
     @property

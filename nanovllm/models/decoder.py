@@ -209,6 +209,7 @@ class DecoderForCausalLM(nn.Module):
         self.model = DecoderModel(config, Build(tp, backend, rope))
         tied_to = self.model.embed_tokens if config.ties_head else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
+        self.score = None if config.head is None else config.head.layer(config.hidden_size)
         self.attention_layers: list[Attention] = [m for m in self.modules() if isinstance(m, Attention)]
         self.state_layers: list[Any] = [m for m in self.modules() if hasattr(m, "allocate_states")]
 

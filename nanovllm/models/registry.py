@@ -6,6 +6,7 @@ Families and formats of files are doors. Opens no file before a checkpoint is as
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -26,6 +27,7 @@ MODELOPT_FILE = "hf_quant_config.json"
 MODULES_FILE = "modules.json"  # of sentence-transformers, with the folders of modules
 _MAX_MESSAGE = 4000  # characters of an error that quotes a file
 _MAX_LISTED = 40  # names of one kind in an error message
+_NO_HEAD = re.compile(r"(Text)?(Model|For(Sequence|Token)Classification)$|(?<=^Qwen2)For\w*RewardModel$")
 SAMPLES = 16  # of a weight file, for its fingerprint, 64 KiB each
 T = TypeVar("T")
 
@@ -73,8 +75,7 @@ class Checkpoint(ABC):
         """The small files and the weight files that loading reads."""
 
     def fingerprint(self) -> str:
-        """A hash of all files: small ones whole; of weights the name, the size, and SAMPLES pieces spread
-        over the file."""
+        """A hash of small files as a whole, and of each weight file's name, size and SAMPLES pieces of it."""
         digest = xxhash.xxh3_128()
         small, weights = self.files()
         for path in small:
@@ -111,10 +112,9 @@ def supported_architectures() -> list[str]:
 
 
 def with_head(architecture: str) -> str:
-    """The name of the language model whose decoder `architecture` is, such as Qwen3ForCausalLM of Qwen3Model;
-    `architecture` itself if it is no decoder of a family."""
-    whole = f"{architecture.removesuffix('Model').removesuffix('Text')}ForCausalLM"
-    return whole if architecture.endswith("Model") and whole in _FAMILIES else architecture
+    """The language model whose decoder `architecture` has, as Qwen3ForCausalLM of Qwen3Model; else itself."""
+    whole = _NO_HEAD.sub("ForCausalLM", architecture)
+    return whole if whole in _FAMILIES else architecture
 
 
 def get_family(architecture: str, raw: Mapping[str, Any] | None = None) -> ModelFamily:
@@ -180,9 +180,8 @@ def resolve_model_path(name: str | Path, hub: Hub = Hub(), kind: str = "model") 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """The files of the model at `path`; nothing is opened yet."""
-    return next((each for each in FORMATS.values() if each.reads(Path(path))), FORMATS["safetensors"])(
-        Path(path)
-    )
+    path = Path(path)
+    return next((each for each in FORMATS.values() if each.reads(path)), FORMATS["safetensors"])(path)
 
 
 def load_model_config(
@@ -223,7 +222,7 @@ def load_model_config(
         changed = f" (with hf_overrides={overrides!r})" if overrides else ""
         raise ValueError(f"{folder}: {shortened(error)}{changed}") from None
     is_whole = architectures[0] == with_head(architectures[0])
-    return replace(config, has_head=is_whole or config.tie_word_embeddings)
+    return replace(config, has_head=is_whole or (config.tie_word_embeddings and not config.head))
 
 
 def _modelopt(checkpoint: Checkpoint) -> dict[str, Any]:

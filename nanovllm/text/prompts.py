@@ -184,7 +184,7 @@ class Request:
     constraint: Any  # on the output's text, as `extras/structured.py` compiles it; None: any text
     index: int = 0  # of the prompt, in its call
     first_scored: int | None = None  # the first prompt token to score; None: none
-    pooling: str | None = None  # of the prompt's hidden states: "last" or "mean"; None: no pooling
+    pooling: str | None = None  # of the prompt's hidden states: "last", "mean", or a task of pooling_heads/
     tools: Any = None  # of a `Prompt`
     thinking: Any = None  # where rules on the next token meet thinking, as `reasoning/rules.py` has it
 

@@ -50,7 +50,7 @@ def _each(names: str, absent: Absent) -> dict[str, Absent]:
 
 _NOTHING: tuple[Any, ...] = (None, [], (), {}, "", set())
 _LEAVE_OUT = "leave it out"
-_ANY_MODEL = "any model generates and embeds; leave it out"
+_ANY_MODEL = "a model does what its files allow; leave it out"
 _ANY = Absent(None, "")
 _NO_IMAGES = Absent(_NOTHING, "only text is supported; leave it out")
 _NO_MEDIA = ({"image": 0}, {"image": 0, "video": 0}, {"image": 0, "video": 0, "audio": 0})
@@ -148,9 +148,9 @@ ENGINE: dict[str, Absent] = {
     "ignore_patterns": Absent(("original/**/*", ["original/**/*"], *_NOTHING), _DOWNLOAD),
     "chat_template": Absent(_NOTHING, "pass it to chat()"),
     # what the model is used for
-    "task": Absent(("auto", "generate", "embed", None), _ANY_MODEL),
+    "task": Absent(("auto", "generate", "embed", "classify", "reward", "score", None), _ANY_MODEL),
     "runner": Absent(("auto", "generate", "pooling", None), _ANY_MODEL),
-    "convert": Absent(("auto", "none", "embed", None), _ANY_MODEL),
+    "convert": Absent(("auto", "none", "embed", "classify", "reward", None), _ANY_MODEL),
     "logits_processors": Absent(
         _NOTHING,
         "pass a list of subclasses of LogitsProcessor, or of their names as 'module:Class'; functions go to "
@@ -233,14 +233,14 @@ EMBED: dict[str, Absent] = GENERATE | {
 }
 
 POOLING: dict[str, Absent] = {  # fields of PoolingParams
-    "task": Absent((None, "embed"), "embed() is the only task"),
-    **_each("softmax activation", Absent((None,), "only embeddings are computed; leave it out")),
+    "task": Absent((None, "embed"), "pass pooling_task to encode()"),
+    **_each("softmax activation", Absent((None,), "use use_activation")),
     **_each("step_tag_id returned_token_ids late_interaction_params late_chunking_params", _NONE),
     "truncate_prompt_tokens": EMBED["truncate_prompt_tokens"],
     "requires_token_ids": _OFF,
     "skip_reading_prefix_cache": SAMPLING["skip_reading_prefix_cache"],
     "extra_kwargs": _NONE,
-    "output_kind": Absent((None, "FINAL_ONLY", 2), "an embedding has no parts; leave it out"),
+    "output_kind": Absent((None, "FINAL_ONLY", 2), "what is pooled has no parts; leave it out"),
 }
 
 BEAM_SEARCH: dict[str, Absent] = {
@@ -336,15 +336,6 @@ ELSEWHERE: dict[str, _Elsewhere] = {
     "PoolerConfig": _Elsewhere("vLLM", "PoolingParams, or the folder's sentence-transformers files"),
     "PromptType": _Elsewhere("vLLM", "str, list[int], TextPrompt or TokensPrompt"),
     # methods and attributes
-    "encode": _Elsewhere(
-        "vLLM", "llm.embed(prompts) for embeddings, llm.get_tokenizer().encode(text) for token ids"
-    ),
-    **{
-        name: _Elsewhere(
-            "vLLM", "SamplingParams(max_tokens=1, logprob_token_ids=[...]) for the logprobs of labels"
-        )
-        for name in ("classify", "reward")
-    },
     "get_stats": _Elsewhere("vLLM", "llm.stats()"),
     "from_pretrained": _Elsewhere("transformers", "LLM(folder_or_hub_id)"),
     "__call__": _Elsewhere("transformers", "llm.generate(prompts, params)"),
@@ -392,6 +383,6 @@ ARGUMENTS: dict[str, dict[str, Absent]] = {
     "prompt": PROMPT,
     **dict.fromkeys(("LLM.generate", "LLM.enqueue", "LLM.add_request"), GENERATE),
     **dict.fromkeys(("LLM.chat", "LLM.enqueue_chat"), CHAT),
-    "LLM.embed": EMBED,
+    **dict.fromkeys(("LLM.embed", "LLM.encode", "LLM.classify", "LLM.reward", "LLM.score"), EMBED),
     "LLM.beam_search": BEAM_SEARCH,
 }

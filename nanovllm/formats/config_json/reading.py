@@ -23,6 +23,7 @@ from nanovllm.formats.config_json.values import (
 )
 from nanovllm.formats.packed_parts import PartNames
 from nanovllm.models.config import FULL, SLIDING, HFConfig, ModelConfig, ModelFamily
+from nanovllm.pooling_heads.head import read_head
 from nanovllm.quantization.config import quant_config
 
 MAX_ELEMENTS = 2**48  # of one weight
@@ -55,6 +56,7 @@ def model_config(
     overrides: Mapping[str, Any],
 ) -> ModelConfig:
     """As `ModelFamily.model_config`."""
+    head = read_head(architecture, {**raw, **overrides})
     raw = one_form(family.text_config(raw), family.text_config(overrides), family.defaults, family.ropes)
     check_layers(raw)
     hf = HFConfig(family.own_names(raw), family.defaults)
@@ -74,6 +76,7 @@ def model_config(
         eos_token_ids=stop,
         layer=config.layer or family.layer,
         quant=quant.in_files(config.names),
+        head=head,
     )
 
 

@@ -172,7 +172,7 @@ def test_reset_prefix_cache(model: Path, run_ahead: bool) -> None:
         assert first["token_ids"] == again["token_ids"] == reset["token_ids"]
 
 
-ATTRIBUTES = ("encode", "classify", "reward", "get_stats")  # of LLM
+ATTRIBUTES = ("get_stats",)  # of LLM
 COMMANDS = ("serve", "chat")
 CLASSES = [name for name in ELSEWHERE if name[0].isupper()]
 ARGUMENTS = set(ELSEWHERE) - {*ATTRIBUTES, *COMMANDS, *CLASSES, "__call__", "from_pretrained", "text"}

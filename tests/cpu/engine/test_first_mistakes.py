@@ -222,8 +222,8 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     ),
     "a method of another library": (
         lambda llm, folder: llm.encode("Hello"),
-        "AttributeError: LLM has no attribute 'encode'; that name is from vLLM; write "
-        "llm.embed(prompts) for embeddings, llm.get_tokenizer().encode(text) for token ids",
+        "ValueError: encode() needs pooling_task, one of 'embed', 'classify', 'token_embed', "
+        "'token_classify', not None (NoneType); llm.get_tokenizer().encode(text) makes token ids",
     ),
     "no prompt": (
         generate(),

@@ -1,0 +1,67 @@
+"""What `classify`, `reward`, `encode` and pair scores return, under vLLM's names. Computes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class PoolingOutput:
+    """data: float32 on the CPU, [values] of a prompt, or [tokens, values] of each token."""
+
+    data: torch.Tensor
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """probs: one for each label, by its index. labels: their names, as `id2label` of config.json has them."""
+
+    probs: list[float]
+    labels: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+    @property
+    def label(self) -> str | None:
+        """The name of the likeliest label; None without values."""
+        return self.labels[self.probs.index(max(self.probs))] if self.probs else None
+
+    def __repr__(self) -> str:
+        return f"ClassificationOutput(num_classes={self.num_classes})"
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """score: how well the second text answers the first; NaN without one."""
+
+    score: float
+
+
+@dataclass
+class PoolingRequestOutput(Generic[T]):
+    """What becomes of one prompt; `outputs` has no values if `error` says why."""
+
+    request_id: str
+    outputs: T
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    prompt: str | None = None
+    error: str | None = None
+    index: int = 0
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """What `classify` returns for a prompt."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """What `score` returns for a pair of texts, of a model that scores pairs."""
