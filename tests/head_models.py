@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tiny_models import edit_json, write_tiny_model
 from torch import nn
 from transformers import AutoModel
 
-from nanovllm import LLM, PoolingParams
+from nanovllm import LLM, PoolingParams, demo_model_path
 
 PROMPTS = [
     [5, 9, 17, 3, 44, 8, 61, 2, 90, 13, 7, 7, 21, 35, 1, 64, 11, 12, 13, 92],
@@ -63,6 +64,18 @@ def write_reward_model(
     tensors |= {f"score.{name}": each.detach() for name, each in score.named_parameters()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder, score
+
+
+def write_demo(folder: Path, labels: int) -> Path:
+    """The demo model with a random head in place of its LM head, and its tokenizer."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        demo_model_path(), num_labels=labels
+    )
+    _randomise(model.score, 5)
+    model.float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(demo_model_path()) / name, folder)
+    return folder
 
 
 def _randomise(score: nn.Module, seed: int) -> None:

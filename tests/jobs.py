@@ -27,7 +27,7 @@ class FakeLLM:
     """
 
     tokenizer = None
-    model_config = SimpleNamespace(max_model_len=64)
+    model_config = SimpleNamespace(max_model_len=64, head=None)
     config = SimpleNamespace(max_num_seqs=8, data_parallel_size=1)
     on_step: Any = None
     ahead = 64

@@ -73,7 +73,7 @@ class Nothing:
 
     tokenizer = None
     on_step: Any = None
-    model_config = SimpleNamespace(max_model_len=2**20)
+    model_config = SimpleNamespace(max_model_len=2**20, head=None)
     config = SimpleNamespace(max_num_seqs=256, data_parallel_size=1)
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -25,11 +25,12 @@ from nanovllm.jobs.sources import Input, SourceRow
 from nanovllm.jobs.tasks import Renderer, RowFormat, Task, as_prompt
 from nanovllm.jobs.window import Window, size_of, text_of
 from nanovllm.params import SamplingParams
+from nanovllm.pooling_heads.jobs import classified, format_for, line_of
 from nanovllm.stats.summary import counted
 from nanovllm.text.processor import LONG_TEXT, encode
 from nanovllm.text.prompts import Prompt, parse_prompt
 
-_EMBED_ROWS = 256  # rows in one call of `embed`
+_EMBED_ROWS = 256  # rows in one call of `embed` or `classify`
 _COUNTED_ROWS = 16  # whose tokens are counted before any has ended, to know how long the job takes
 _RENDER_ROWS = 64  # rows whose conversations are rendered at once
 PORTION_BYTES = 2**22  # of rows that are rendered or tokenised at once; at least one row
@@ -50,7 +51,7 @@ class JobRunner:
     )
 
     def __init__(self, args: argparse.Namespace, source: Input, output: Output, signals: Signals) -> None:
-        """args: of the command line; uses `max_errors`, `ordered` and `window`. signals: end the job."""
+        """args: of the command line; uses `max_errors`, `ordered`, `sampling`, `window`. signals: end it."""
         self.args = args
         self.source = source
         self.output = output
@@ -62,7 +63,7 @@ class JobRunner:
 
     def run(self, llm: Any, row_format: RowFormat, renderer: Renderer) -> None:
         """Answer all rows. JobFailedError or an engine's error ends it early."""
-        self._format = row_format
+        self._format = format_for(llm, row_format, self.args.sampling)
         self._earlier = set() if self.prompts is None else self.answers.without_prompts()
         tasks = self._tasks()
         if not self.args.ordered:
@@ -76,6 +77,8 @@ class JobRunner:
                 self._generate(llm, group, renderer)
             elif kind == "choice":
                 self._label(llm, group, renderer)
+            elif kind == "classify":
+                self._classify(llm, group, renderer)
             else:
                 raise ValueError(f"a task of an unknown kind, {kind!r}")
         assert not self._held
@@ -216,6 +219,17 @@ class JobRunner:
                     self.progress.embedded(found, task.work)
                     self._write(task.index, self._format.embeddings(task, found), task.columns)
 
+    def _classify(self, llm: Any, tasks: Iterator[Task], renderer: Renderer) -> None:
+        for some in portions(tasks, _EMBED_ROWS):
+            for task, found in classified(llm, some, renderer.prompts(some)):
+                if isinstance(found, Exception):
+                    self._refuse_task(task, found)
+                    continue
+                read = len(found.prompt_token_ids)
+                self.progress.labelled((read, 0), read, 0, task.work)
+                self._note_prompt(task, found.prompt)
+                self._write(task.index, line_of(task, found), task.columns)
+
     def _note_prompt(self, task: Task, prompt: str | None) -> None:
         if self.prompts is not None and prompt is not None:
             self.prompts[task.index] = prompt
@@ -264,7 +278,7 @@ def _work(task: Task) -> Work:
     parts = task.prompt if task.kind == "embed" else [task.prompt]
     if task.is_chat:
         parts = [text_of(message["content"]) for message in task.prompt]
-    limit = {"embed": 0, "choice": 1, "generate": task.params.max_tokens}[task.kind]
+    limit = {"embed": 0, "classify": 0, "choice": 1, "generate": task.params.max_tokens}[task.kind]
     size = 0.0
     for part in parts:
         size += len(part) / _CHARS if isinstance(part, str) else len(part)

@@ -53,7 +53,7 @@ class Task:
     prompt: Any
     params: SamplingParams
     is_chat: bool = False
-    kind: Literal["generate", "embed", "choice"] = "generate"
+    kind: Literal["generate", "embed", "choice", "classify"] = "generate"
     template: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
     columns: str = ""

@@ -132,7 +132,7 @@ def text_of(content: str | list[dict[str, str]] | None) -> str:
 
 def output_limit(task: Task) -> int:
     """The tokens of an answer at most."""
-    limit = {"choice": 1}.get(task.kind, task.params.max_tokens)
+    limit = {"choice": 1, "classify": 0}.get(task.kind, task.params.max_tokens)
     return _UNBOUNDED if limit is None else limit
 
 

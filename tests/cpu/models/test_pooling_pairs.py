@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from head_models import PLAIN, SEQUENCE, write_head_model
+from head_models import PLAIN, SEQUENCE, write_demo, write_head_model
 from tiny_models import edit_json
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from nanovllm import LLM, PoolingParams, ScoringRequestOutput, demo_model_path
+from nanovllm import LLM, PoolingParams, ScoringRequestOutput
 from nanovllm.jobs import main as program
 
 QUERY, DOCUMENTS = "What is 2 + 3?", ["5", "The answer is 5, as one counts.", "Spell NOTE."]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}!"
-
-
-def write_demo(folder: Path, labels: int) -> Path:
-    """The demo model with a random head in place of its LM head, and its tokenizer."""
-    model = AutoModelForSequenceClassification.from_pretrained(demo_model_path(), num_labels=labels)
-    with torch.no_grad():
-        model.score.weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(5))
-    model.float().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(demo_model_path()) / name, folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
