@@ -102,7 +102,7 @@ def _model(config: Config, device: Device) -> Iterator[str]:
     if isinstance(model.moe, MoESpec) and size > 1:
         yield placed(model.moe, size)
     pooling = read_embedding_defaults(path, model).pooling
-    if model.head is not None:
+    if model.head:
         yield f"no LM head: {model.head}; the labels are {shortened(', '.join(model.head.labels))}"
     elif not model.has_head:
         yield f"no LM head: it makes embeddings alone, by default of {pooling} hidden states"

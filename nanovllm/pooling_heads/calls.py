@@ -30,6 +30,7 @@ from nanovllm.pooling_heads.outputs import (
     ScoringRequestOutput,
 )
 from nanovllm.pooling_heads.pairs import encode_pairs, parse_texts
+from nanovllm.pooling_heads.tokens import asking, token_ids, values_of
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.text.prompts import Prompt, Request, parse_prompts
 
@@ -176,7 +177,7 @@ class PoolingCalls(ExtraCalls):
             )
         pairs = parse_texts(prompt, continuations)
         check = self._processor.check_length
-        ids = encode_pairs(self.tokenizer, pairs, chat_template, check)
+        ids = encode_pairs(self.tokenizer, pairs, chat_template, check, bool(head.tokens))
         rows: list[Prompt | BadRow] = [
             Prompt(None, each, where=f"pair {number}") for number, each in enumerate(ids)
         ]
@@ -197,6 +198,10 @@ class PoolingCalls(ExtraCalls):
                 f"{call} needs a model with a head, such as one of ...ForSequenceClassification, and "
                 f"{self.model_config.architecture} has none; generate() with SamplingParams(max_tokens=1, "
                 "logprob_token_ids=[...]) gives the logprobs of labels, embed() embeddings"
+            )
+        if task == "token_classify" and head.tokens:
+            raise ValueError(
+                f"{call} needs a head of layers, and {head.architecture} has the logits of tokens"
             )
         if task == "classify" and head.each_token:
             raise ValueError(
@@ -221,6 +226,8 @@ class PoolingCalls(ExtraCalls):
         head: HeadConfig | None = self.model_config.head if task in WITH_HEAD else None
         if head is not None and any(dimensions != size for _, dimensions in ends):
             raise ValueError(f"pooling_params: dimensions is for embeddings, and {task!r} has labels")
+        if head is not None and head.tokens:
+            return self._logits(head, rows, [is_active for is_active, _ in ends], use_tqdm, on_error)
         padding: dict[int, list[int]] = {}  # what is left out at the end of a prompt, by its index
 
         def change(request: Request) -> Request:
@@ -233,11 +240,35 @@ class PoolingCalls(ExtraCalls):
         outputs = self._generate(rows, plain, use_tqdm, on_error, change)
         found = []
         for output in outputs:
-            if output.error is None and output["finish_reason"] == "abort":
-                output.error = "the request was aborted"
+            _note_abort(output)
             output.prompt_token_ids = [*output.prompt_token_ids, *padding.get(output.index, ())]
             found.append((output, _made(output, head, *ends[output.index])))
         return found
+
+    def _logits(
+        self,
+        head: HeadConfig,
+        rows: Sequence[Prompt | BadRow],
+        are_active: Sequence[bool],
+        use_tqdm: _Progress,
+        on_error: str,
+    ) -> list[tuple[RequestOutput, torch.Tensor]]:
+        """As `_values`, of a model whose values are the logits of tokens."""
+        ids = token_ids(self.tokenizer, head.tokens)
+        outputs = self._generate(
+            rows, asking(ids, head.num_labels, self.config.logprobs_mode), use_tqdm, on_error
+        )
+        found = []
+        for output in outputs:
+            _note_abort(output)
+            values = _tensor(values_of(output, ids, head.num_labels) or ())
+            found.append((output, _active(values, head) if are_active[output.index] else values))
+        return found
+
+
+def _note_abort(output: RequestOutput) -> None:
+    if output.error is None and output["finish_reason"] == "abort":
+        output.error = "the request was aborted"
 
 
 def _made(output: RequestOutput, head: HeadConfig | None, is_active: bool, dimensions: int) -> torch.Tensor:
@@ -250,9 +281,14 @@ def _made(output: RequestOutput, head: HeadConfig | None, is_active: bool, dimen
         return torch.nn.functional.normalize(values, dim=-1) if is_active else values
     if head.step_tag_id is not None:
         values = values[torch.tensor(output.prompt_token_ids) == head.step_tag_id]
-    if is_active and head.activation == "softmax":
+    return _active(values, head) if is_active else values
+
+
+def _active(values: torch.Tensor, head: HeadConfig) -> torch.Tensor:
+    """What the head's activation makes of values [..., labels]."""
+    if head.activation == "softmax":
         return values.softmax(-1)
-    return values.sigmoid() if is_active and head.activation == "sigmoid" else values
+    return values.sigmoid() if head.activation == "sigmoid" else values
 
 
 def _tensor(values: Any) -> torch.Tensor:

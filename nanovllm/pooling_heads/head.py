@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import nn
 
 from nanovllm.pooling_heads.layers import Layers, make_score
+from nanovllm.pooling_heads.tokens import token_labels
 
 Activation = Literal["softmax", "sigmoid", "none"]
 
@@ -53,15 +54,21 @@ class HeadConfig:
     layers: Layers
     pad_token_id: int | None = None
     step_tag_id: int | None = None  # judges only these tokens; None: all
+    tokens: tuple[str, ...] = ()  # whose logits are the values, in place of a head; see `tokens.py`
     is_reward: bool = False  # its values are rewards: no probabilities unless they are asked for
 
     @property
     def num_labels(self) -> int:
         return len(self.labels)
 
-    def layer(self, hidden_size: int) -> nn.Module:
-        """The head as a module: hidden [n, hidden_size] -> values [n, num_labels] float32."""
-        return make_score(self.layers, hidden_size, self.num_labels)
+    def __bool__(self) -> bool:
+        """Whether a head is in place of the LM head."""
+        return not self.tokens
+
+    def layer(self, hidden_size: int) -> nn.Module | None:
+        """The head as a module: hidden [n, hidden_size] -> values [n, num_labels] float32. None: it has no
+        weights of its own."""
+        return None if self.tokens else make_score(self.layers, hidden_size, self.num_labels)
 
     def __str__(self) -> str:
         """What a model has in place of an LM head, and the calls that use it, for errors."""
@@ -85,6 +92,10 @@ def read_head(architecture: str, raw: Mapping[str, Any]) -> HeadConfig | None:
     if match is None:
         return None
     kind = match[0]
+    found = token_labels(raw) if kind == _SEQUENCE else None
+    if found is not None:
+        activation = _activation(raw, len(found[1]))
+        return HeadConfig(architecture, found[1], activation, False, "linear", tokens=found[0])
     is_reward = kind in (_REWARD, _PROCESS)
     default = {_REWARD: 1, _PROCESS: 2}.get(kind, 2)
     labels = _labels(raw, default, is_reward)
@@ -96,11 +107,11 @@ def read_head(architecture: str, raw: Mapping[str, Any]) -> HeadConfig | None:
         architecture,
         labels,
         _activation(raw, len(labels)),
-        kind in (_TOKENS, _PROCESS),
-        "biased" if kind == _TOKENS and biased else layers,
-        None if kind in (_TOKENS, _PROCESS) else _pad_token_id(architecture, raw),
-        _STEP_TAG if kind == _PROCESS else None,
-        kind == _REWARD,
+        each_token=kind in (_TOKENS, _PROCESS),
+        layers="biased" if kind == _TOKENS and biased else layers,
+        pad_token_id=None if kind in (_TOKENS, _PROCESS) else _pad_token_id(architecture, raw),
+        step_tag_id=_STEP_TAG if kind == _PROCESS else None,
+        is_reward=kind == _REWARD,
     )
 
 

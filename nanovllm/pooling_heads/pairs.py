@@ -50,9 +50,11 @@ def encode_pairs(
     pairs: Sequence[tuple[str, str]],
     chat_template: str | None,
     check_length: Callable[[str, str], None],
+    is_one_text: bool = False,
 ) -> list[list[int]]:
     """The token ids of each pair: as the tokenizer joins two texts; with a template, as it writes messages of
-    the roles "query" and "document". check_length: as of `Processor`."""
+    the roles "query" and "document"; with `is_one_text` of one text after the other. check_length: as of
+    `Processor`."""
     if tokenizer is None:
         raise ValueError(
             "score() of pairs tokenises both texts, and skip_tokenizer_init=True; use classify()"
@@ -62,12 +64,13 @@ def encode_pairs(
     found: list[list[int]] = []
     for start in range(0, len(pairs), _PORTION):
         some = pairs[start : start + _PORTION]
-        if chat_template is None:
+        if chat_template is not None:
+            found += encode(tokenizer, [_rendered(tokenizer, pair, chat_template) for pair in some])
+        elif is_one_text:
+            found += encode(tokenizer, ["".join(pair) for pair in some])
+        else:
             seconds = [second for _, second in some]
             found += tokenizer([first for first, _ in some], seconds, verbose=False)["input_ids"]
-        else:
-            texts = [_rendered(tokenizer, pair, chat_template) for pair in some]
-            found += encode(tokenizer, texts)
     return found
 
 
