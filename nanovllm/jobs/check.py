@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import xxhash
 
@@ -38,6 +38,9 @@ class Checker(Protocol):
     """What a model says of rows: `PromptChecker` of `check_model.py`, which imports torch."""
 
     params: SamplingParams  # the model's own
+
+    def format(self, row_format: RowFormat, sampling: Mapping[str, Any]) -> RowFormat:
+        """How a run with the model reads its rows. JobRefusedError for a job that it cannot serve."""
 
     def refused(self, tasks: list[Task]) -> Iterator[Problem]:
         """The tasks whose prompts or parameters the model refuses."""
@@ -81,6 +84,7 @@ def _check(
         source, is_batch = open_job(args, [path])
         source.parts[0].name = str(path)
         row_format = make_format(args, is_batch, None if model is None else model.params, 0)
+        row_format = row_format if model is None else model.format(row_format, args.sampling)
         progress = Display(sys.stderr, perf_counter)
         for some in portions(tasks(source, row_format), _BATCH_ROWS):
             share = source.position / (source.length or 1)

@@ -63,7 +63,7 @@ class JobRunner:
 
     def run(self, llm: Any, row_format: RowFormat, renderer: Renderer) -> None:
         """Answer all rows. JobFailedError or an engine's error ends it early."""
-        self._format = format_for(llm, row_format, self.args.sampling)
+        self._format = format_for(llm.model_config.head, row_format, self.args.sampling)
         self._earlier = set() if self.prompts is None else self.answers.without_prompts()
         tasks = self._tasks()
         if not self.args.ordered:

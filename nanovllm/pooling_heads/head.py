@@ -1,6 +1,6 @@
 """HeadConfig: what config.json says of the head of a model that classifies, and what its values become.
 
-Reads plain dicts, and checks all that would change a label. Opens no file and knows no prompt.
+Reads plain dicts, and checks all that would change a label. Opens no file, knows no prompt, needs no torch.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
-
-from nanovllm.pooling_heads.layers import Layers, make_score
+from nanovllm.doors import find
 from nanovllm.pooling_heads.tokens import token_labels
 
 Activation = Literal["softmax", "sigmoid", "none"]
+Layers = Literal["linear", "biased", "mlp"]  # "biased": linear with a bias
+_MODULE = "pooling_heads.layers:make_score"  # imported on use, because it needs torch
 
 # The head by the end of an architecture's name: whether it judges each token; its layers; and what
 # config.json says where it leaves labels out.
@@ -65,10 +65,10 @@ class HeadConfig:
         """Whether a head is in place of the LM head."""
         return not self.tokens
 
-    def layer(self, hidden_size: int) -> nn.Module | None:
-        """The head as a module: hidden [n, hidden_size] -> values [n, num_labels] float32. None: it has no
-        weights of its own."""
-        return None if self.tokens else make_score(self.layers, hidden_size, self.num_labels)
+    def layer(self, hidden_size: int) -> Any:
+        """The head as a module of torch: hidden [n, hidden_size] -> values [n, num_labels] float32. None: it
+        has no weights of its own."""
+        return None if self.tokens else find(_MODULE)(self.layers, hidden_size, self.num_labels)
 
     def __str__(self) -> str:
         """What a model has in place of an LM head, and the calls that use it, for errors."""

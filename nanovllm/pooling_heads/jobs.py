@@ -22,10 +22,9 @@ from nanovllm.pooling_heads.outputs import ClassificationRequestOutput
 _DIGITS = 6
 
 
-def format_for(llm: Any, row_format: RowFormat, sampling: Mapping[str, Any]) -> RowFormat:
-    """The format of a job's rows, with the model of `llm`. JobRefusedError for a job that the model's head
-    cannot serve. sampling: of the command line."""
-    head: HeadConfig | None = llm.model_config.head
+def format_for(head: HeadConfig | None, row_format: RowFormat, sampling: Mapping[str, Any]) -> RowFormat:
+    """The format of a job's rows, with a model of this head. JobRefusedError for a job that the head cannot
+    serve. sampling: of the command line."""
     if head is None:
         return row_format
     if type(row_format) is not PlainFormat:

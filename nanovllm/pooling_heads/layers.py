@@ -6,16 +6,14 @@ Reads no file and knows no label. A head is small, and its values decide: so no 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import nn
 
 from nanovllm.layers.weights import LinearLayer
+from nanovllm.pooling_heads.head import Layers
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
-
-Layers = Literal["linear", "biased", "mlp"]  # "biased": linear with a bias
 
 
 @dataclass(frozen=True, slots=True)

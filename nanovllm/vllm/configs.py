@@ -83,6 +83,7 @@ class VllmConfig:
 def view_of(config: Any, model_config: Any, room: Any, vocab_size: int) -> VllmConfig:
     """The settings of an engine. room: the executor's. vocab_size: the tokens that may be drawn."""
     ranks, replicas = config.tensor_parallel_size, config.data_parallel_size
+    labels = () if model_config.head is None else model_config.head.labels
     return VllmConfig(
         model_config=_Part(
             "model_config",
@@ -96,6 +97,12 @@ def view_of(config: Any, model_config: Any, room: Any, vocab_size: int) -> VllmC
             enforce_eager=config.enforce_eager,
             quantization=config.quantization,
             get_vocab_size=lambda: vocab_size,
+            hf_config=_Part(
+                "model_config.hf_config",
+                architectures=[model_config.architecture],
+                id2label=dict(enumerate(labels)),
+                num_labels=len(labels),
+            ),
         ),
         cache_config=_Part(
             "cache_config",

@@ -13,6 +13,7 @@ from jobs import Lent, read_rows, run, write_rows
 
 from nanovllm import LLM
 from nanovllm.jobs.errors import REFUSED
+from nanovllm.jobs.main import main
 
 TEXTS = ["What is 2 + 3?", "Spell NOTE.", "Count down from 9.", "What is 2 + 4?"]
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**24}
@@ -107,3 +108,22 @@ def test_conversations_are_written_by_the_template(tmp_path: Path, llm: LLM) -> 
     wanted = torch.tensor([each.outputs.probs for each in llm.classify(ids, use_tqdm=False)])
     found = torch.tensor([list(row["choice_scores"].values()) for row in read_rows(out)])
     assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_a_check_knows_what_a_run_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_demo(tmp_path / "model", 3)
+    texts = ["1 " * 200, "1 " * 600, "Spell NOTE."]
+    few = write_rows(tmp_path / "rows.jsonl", [{"prompt": text} for text in texts])
+    own = write_rows(tmp_path / "own.jsonl", [{"prompt": "a", "sampling_params": {"top_k": 1}}])
+    with LLM(str(folder), **OPTIONS) as llm:
+        lengths = [len(llm.get_tokenizer()(text)["input_ids"]) for text in texts]
+    assert lengths[1] > 1000 > lengths[0] == max(lengths[0], lengths[2])
+
+    def checked(*given: object) -> tuple[int, str]:
+        code = main(["check", *map(str, given), "--model", str(folder), "--device", "cpu"])
+        return code, capsys.readouterr().out
+
+    code, said = checked(few, "--max-model-len", lengths[0])  # a prompt of this length can be classified
+    assert code != 0 and f"has {lengths[1]} tokens, and at most {lengths[0]} fit" in said and "1 bad" in said
+    assert "nothing is drawn" in checked(own)[1]
+    assert "draws tokens" in checked(few, "--sampling", "top_k=3")[1]

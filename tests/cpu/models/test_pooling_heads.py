@@ -138,6 +138,8 @@ def test_each_task_has_its_output(folders: dict[str, Path]) -> None:
         assert isinstance(output, ClassificationRequestOutput) and output.outputs.num_classes == 5
         assert output.outputs.probs == pytest.approx(wanted.softmax(-1).tolist(), abs=1e-4)
         assert output.outputs.label == f"label {int(wanted.argmax())}"
+        hf_config = llm.llm_engine.vllm_config.model_config.hf_config
+        assert hf_config.id2label[2] == "label 2" and hf_config.num_labels == 5
         [reward] = llm.reward(PROMPTS[0], use_tqdm=False)
         assert torch.allclose(reward.outputs.data, wanted, **NEAR)
         many = llm.classify(PROMPTS, use_tqdm=False, pooling_params=[PLAIN, *[PoolingParams()] * 3])
