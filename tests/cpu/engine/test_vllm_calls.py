@@ -237,8 +237,8 @@ def test_pooling_params(llm: LLM) -> None:
     for fields, message in (
         ({"dimensions": 0}, "dimensions must be None or an integer of at least 1, not 0"),
         ({"use_activation": True, "normalize": False}, "are one parameter; pass one of them"),
-        ({"softmax": True}, r"PoolingParams\(\): softmax=True is not supported; only embeddings"),
-        ({"task": "classify"}, "task='classify' is not supported; embed"),
+        ({"softmax": True}, r"PoolingParams\(\): softmax=True is not supported; use use_activation"),
+        ({"task": "classify"}, "task='classify' is not supported; pass pooling_task"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens=5 is not supported; cut"),
     ):
         with pytest.raises(ValueError, match=message):
