@@ -150,7 +150,7 @@ ENGINE: dict[str, Absent] = {
     # what the model is used for
     "task": Absent(("auto", "generate", "embed", "classify", "reward", "score", None), _ANY_MODEL),
     "runner": Absent(("auto", "generate", "pooling", None), _ANY_MODEL),
-    "convert": Absent(("auto", "none", "embed", "classify", "reward", None), _ANY_MODEL),
+    "convert": Absent(("auto", "none", "embed", None), _ANY_MODEL),
     "logits_processors": Absent(
         _NOTHING,
         "pass a list of subclasses of LogitsProcessor, or of their names as 'module:Class'; functions go to "
