@@ -78,16 +78,15 @@ class SequenceExtras:
         penalties = tuple([getattr(params, name) for name in PENALTIES])
         num_logprobs = NO_LOGPROBS if params.logprobs is None else num_likeliest(params.logprobs)
         bias = None
-        if params.logit_bias:
-            token_ids, values = params.logit_bias.keys(), params.logit_bias.values()
-            bias = np.array([*token_ids], np.int64), np.array([*values], np.float32)
+        if by_id := params.logit_bias:
+            bias = np.array([*by_id], np.int64), np.array([*by_id.values()], np.float32)
         is_asked = params.logprob_token_ids or params.logprobs is not None or params.logit_bias
-        is_searched = params.stop or params.repetition_detection
+        is_asked = is_asked or params.stop or params.repetition_detection or params.logits_processors
         return cls(
             prompt_ids=request.prompt_token_ids,
             rules=rules,
             form=form,
-            ender=None if is_asked or is_searched or params.logits_processors else form,
+            ender=None if is_asked else form,
             has_rules=bool(rules or params.logits_processors),
             sleeper=None if params.logits_processors else only_budget(rules),
             next_wanted=_next_wanted(request) if index == 0 else None,
