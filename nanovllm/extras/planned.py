@@ -80,7 +80,7 @@ class SequenceExtras:
         bias = None
         if by_id := params.logit_bias:
             bias = np.array([*by_id], np.int64), np.array([*by_id.values()], np.float32)
-        is_asked = params.logprob_token_ids or params.logprobs is not None or params.logit_bias
+        is_asked: object = params.logprob_token_ids or params.logprobs is not None or params.logit_bias
         is_asked = is_asked or params.stop or params.repetition_detection or params.logits_processors
         return cls(
             prompt_ids=request.prompt_token_ids,
