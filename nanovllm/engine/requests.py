@@ -194,7 +194,7 @@ class Requests:
         """Return completion `index` of the request, computed by `seq`."""
         stop = self._stops.pop(seq.seq_id, None)
         token_ids = seq.completion_token_ids
-        if stop is not None and stop.found is not None:
+        if stop is not None and stop.finish():
             output: CompletionOutput = stop.completion(request.params, index, token_ids)
         else:
             assert seq.finish_reason is not None

@@ -119,6 +119,12 @@ class Repetitions:
         self._num_tokens, self._runs = end + 1, runs
         return self._found
 
+    def finish(self) -> bool:
+        """As of `StopStrings`."""
+        if self._stops is not None and self._stops.finish():
+            self._found = False  # the stop string ends it
+        return self.found is not None
+
     def completion(self, params: SamplingParams, index: int, token_ids: list[int]) -> CompletionOutput:
         """Completion `index` of the request, which this search ended."""
         if not self._found:

@@ -170,7 +170,10 @@ class StopStrings:
         if self.found is not None:
             return True
         self.num_tokens += 1
-        new = self._stream.append(token_id)
+        return self.read(self._stream.append(token_id))
+
+    def read(self, new: str) -> bool:
+        """Take the new text of the last token; return whether a stop string was found."""
         if not new:
             return False
         self._parts.append(new)
@@ -183,6 +186,10 @@ class StopStrings:
                 self.found, self._end = found, len(new) - position
                 return True
         return False
+
+    def finish(self) -> bool:
+        """At the end of the answer: return whether a stop string was found."""
+        return self.found is not None
 
     def take(self) -> str:
         """Return the new text since the last call. Text that may be the beginning of a stop string is held

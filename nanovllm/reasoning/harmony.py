@@ -87,7 +87,7 @@ class Harmony:
             at, mark = first_of(self._held, self._searched)
             if mark is None:
                 end = len(self._held) - (0 if final else num_held(self._held, self._searched))
-                if not final and self._marks.readers and self._part is not None:
+                if not final and self._marks.readers:
                     found = _MAY_BE_BARE.search(self._held[:end])
                     end = end if found is None else found.start()
                 new, self._held = self._held[:end], self._held[end:]
@@ -100,9 +100,11 @@ class Harmony:
     def _without_header(self, new: str, mark: str) -> str:
         """The text of a message before a mark; a header at its end is taken as the next message's."""
         found = _BARE.search(new) if mark == self._marks.body and self._marks.readers else None
-        if found is None or self._part is None:
+        if found is None:
             return new
-        self._text(new[: found.start()])
+        self._text(new[: found.start()])  # which may begin a message
+        if self._part is None:
+            return found[0]
         self._header, self._part = found[0], None
         return ""
 

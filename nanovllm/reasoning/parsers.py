@@ -166,6 +166,10 @@ class ParsedText:
         """Decode the next token; return whether a stop string was found."""
         return self._stops.append(token_id)
 
+    def finish(self) -> bool:
+        """As of `StopStrings`; what was held back, because it might have begun a mark, is text now."""
+        return self.found is not None or self._stops.read(self._stream.finish())
+
     def take(self) -> str:
         """Return the new text since the last call, as far as it is certain."""
         text = self._stops.take()

@@ -119,6 +119,9 @@ def test_a_message_of_muse_glimmer_without_its_end(process: TemplateProcess, kin
     text = "<|message|>I say to=x<|eom|><|start|>assistant<|message|>so"
     found = parse("muse_glimmer", prompt, text, kind=kind)
     assert (found.reasoning, found.text) == ("", "I say to=x\nso"), "messages to nobody are text"
+    for before in ("I say", " to=self<|message|>a<|eom|>I say"):  # text without a header goes to one, too
+        found = parse("muse_glimmer", prompt, f"{before} to=self<|message|>hm to", kind=kind)
+        assert found.text == "I say" and (found.reasoning or "").endswith("hm to")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -19,6 +19,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.extras import planned
 from nanovllm.extras.structured_outputs import StructuredOutputsParams
 from nanovllm.extras.token_rules import RuledRow, restrict_all
+from nanovllm.sampling_params import RepetitionDetectionParams
 
 TEMPLATE = """
 {%- for m in messages %}<|turn|>{{ m.role }}
@@ -96,6 +97,27 @@ def test_stop_strings_count_behind_the_thinking(llm: LLM) -> None:
         [answer] = out.outputs
         assert (answer.reasoning, answer.text) == ("the world", "Hello the" if include else "Hello ")
         assert (answer.finish_reason, answer.stop_reason) == ("stop", "the")
+
+
+CASES: list[tuple[str, str, dict[str, Any], tuple[str, str, str | None]]] = [
+    ("  \n", "\n", {}, ("  ", "stop", "\n")),
+    ("  \n", " ", {"include_stop_str_in_output": True}, (" ", "stop", " ")),
+    ("  \n", " ", {"max_tokens": 2, "min_tokens": 1}, ("", "stop", " ")),
+    ("  \n", "\n", {"max_tokens": 2}, ("  ", "length", None)),
+    ("\n\n", "\n", {"repetition_detection": RepetitionDetectionParams(1, min_count=2)}, ("", "stop", "\n")),
+]
+
+
+def test_a_stop_string_may_be_what_could_have_begun_the_thinking(llm: LLM) -> None:
+    """White space at the beginning is held back, and is text at the end of the answer."""
+    for answer, stop, more, expected in CASES:
+        params = says(llm, answer, stop=[stop], **more)
+        [out] = llm.generate(["Hello"], params, use_tqdm=False)
+        [ended] = out.outputs
+        assert (ended.text, ended.finish_reason, ended.stop_reason) == expected
+        parts = [part.outputs[0] for part in llm.stream(["Hello"], params, deltas=True)]
+        assert "".join(part.text for part in parts) == ended.text
+        assert [token_id for part in parts for token_id in part.token_ids] == ended.token_ids
 
 
 def test_completions_of_a_prompt_have_ids_of_their_own(llm: LLM) -> None:
