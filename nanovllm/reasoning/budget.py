@@ -14,7 +14,7 @@ from nanovllm.reasoning.marks import Channels, Thinking
 from nanovllm.reasoning.prompts import Vocabulary
 
 _BITS = 32
-RECHECKED = 32  # tokens between two looks for a block that is opened once more
+RECHECKED = 32  # tokens between the places at which a block is closed that is opened when nothing is left
 
 
 class BudgetMarks(NamedTuple):
@@ -58,14 +58,17 @@ class ThinkingBudget:
     """Closes the thinking of one answer once it has `budget` tokens, without its marks.
 
     It counts the tokens of all blocks of thinking. A block that the model opens when nothing is left is
-    closed at once. Tokens of the closing that are being written do not count. A tool call that begins inside,
-    and an end mark that the model writes itself, end the block.
+    closed at one of few places, so that steps between them need no mask. Tokens of the closing that are being
+    written do not count. A tool call that begins inside, and an end mark that the model writes itself, end
+    the block.
     """
 
     def __init__(self, marks: BudgetMarks, budget: int, is_open: bool) -> None:
         """budget: tokens, at least 0. is_open: whether the prompt ends inside the thinking."""
         self._marks, self._budget, self._is_open = marks, budget, is_open
         self._has_begun = is_open
+        self._is_late = False  # whether nothing was left when the block was opened
+        self._spent_at = 0  # the place in the output behind the last block that was not late, and its closing
         self._count = 0
         self._label_left = 0  # tokens of a label that are still to come
         self._num_read = 0  # tokens of the output
@@ -76,9 +79,11 @@ class ThinkingBudget:
         marks = self._marks
         for at in range(start + self._num_read, len(token_ids)):
             token_id = token_ids[at]
+            if self._num_closed or (self._is_open and not self._is_late):
+                self._spent_at = at + 1 - start
             if self._num_closed:  # forced tokens
                 self._num_closed = (self._num_closed + 1) % len(marks.closing)
-            elif self._is_open and self._is_spent and token_id == marks.closing[0]:
+            elif self._closes_at(at - start) and token_id == marks.closing[0]:
                 self._num_closed = 1 % len(marks.closing)
                 self._is_open = False
             elif self._is_open:
@@ -90,29 +95,31 @@ class ThinkingBudget:
             else:
                 begin = at + 1 - len(marks.start)
                 if begin >= start and tuple(token_ids[begin : at + 1]) == marks.start:
+                    self._is_late = self._has_begun and self._count >= self._budget
                     self._is_open = self._has_begun = True
                     self._label_left = marks.num_label
         self._num_read = len(token_ids) - start
 
-    @property
-    def _is_spent(self) -> bool:
-        return self._count >= self._budget and not self._label_left
+    def _closes_at(self, place: int) -> bool:
+        """Whether it closes the thinking by the token at a place of the output. That follows from the tokens
+        before it alone, however late they are read."""
+        if self._is_late:
+            return self._is_open and (place - self._spent_at) % RECHECKED == 0
+        return self._is_open and self._count >= self._budget and not self._label_left
 
     def wakes(self, token_ids: Sequence[int], start: int) -> int:
         """The place of the first token that it may restrict, as far as `token_ids` tell; places count from
         the beginning of `token_ids`. Tokens before it need no mask, so a step may draw them as it draws
-        others.
-
-        A block that is opened when nothing is left is noticed at most `RECHECKED` tokens later.
-        """
+        others."""
         self._read(token_ids, start)
         left = max(self._budget - self._count, 0)
         if self._num_closed:
             return len(token_ids)
+        if self._is_late if self._is_open else self._has_begun and not left:
+            passed = len(token_ids) - start - self._spent_at
+            return start + self._spent_at + RECHECKED * max(1, -(-passed // RECHECKED))
         if self._is_open:
             return len(token_ids) + self._label_left + left
-        if self._has_begun and not left:
-            return len(token_ids) + RECHECKED
         return len(token_ids) + len(self._marks.start) + self._marks.num_label + left
 
     def restrict(self, bits: np.ndarray, token_ids: Sequence[int], start: int) -> None:
@@ -121,7 +128,7 @@ class ThinkingBudget:
         self._read(token_ids, start)
         if self._num_closed:
             self._force(bits, self._marks.closing[self._num_closed])
-        elif self._is_open and self._is_spent:
+        elif self._closes_at(len(token_ids) - start):
             self._force(bits, self._marks.closing[0])
 
     def _force(self, bits: np.ndarray, token_id: int) -> None:

@@ -80,13 +80,17 @@ def test_qwen(prompt: str, wanted: str, budget: int, expected: str) -> None:
         assert write("qwen3", f"<|im_start|>assistant\n{prompt}", wanted, budget, late) == expected
 
 
-def test_a_block_that_is_opened_when_nothing_is_left_is_closed_soon() -> None:
-    for late in (0, 1):
-        answer = "abc<think>" + "d" * 100
-        found = write("qwen3", "<think>", answer, 2, late, 200)
-        before, _, rest = found.partition(f"ab{NEWLINES}c<think>")
+@pytest.mark.parametrize("first", ["", "\n", NEWLINES[:1] * 3])  # the closing begins with a newline, too
+def test_a_block_that_is_opened_when_nothing_is_left_is_closed_soon(first: str) -> None:
+    """At the same place, however late tokens are read."""
+    for number in (0, 2, RECHECKED - 9, RECHECKED):
+        wanted = "a" * number + "<think>" + first + "d" * 40
+        found = [write("qwen3", "<think>", f"abc{wanted}", 2, late, 120) for late in (0, 1)]
+        assert found[0] == found[1]
+        before, _, rest = found[0].partition(f"ab{NEWLINES}c{'a' * number}<think>")
         inside, closing, after = rest.partition(NEWLINES)
-        assert before == "" and closing and len(inside) <= RECHECKED and len(inside + after) == 100
+        assert before == "" and closing and len(inside) <= RECHECKED
+        assert inside + after == first + "d" * 40
 
 
 def test_tokens_before_the_budget_need_no_mask() -> None:

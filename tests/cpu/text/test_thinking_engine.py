@@ -289,9 +289,12 @@ def test_a_budget_closes_the_thinking_and_the_answer_follows(llm: LLM) -> None:
 
 def test_budgets_are_the_same_one_step_ahead_after_preemption_and_beside_other_rules(folder: Path) -> None:
     prompts = ["Hello<think>\n", "the world<think>\n", "I say: Hello"] * 3
-    free = SamplingParams(temperature=1, seed=3, max_tokens=30, ignore_eos=True)
+    free = SamplingParams(temperature=1, seed=3, max_tokens=70, ignore_eos=True)
     params = [free.clone() for _ in prompts]
+    with CheckedLLM(folder, **OPTIONS) as llm:
+        start = llm.get_tokenizer().convert_tokens_to_ids("<think>")
     for row, each in enumerate(params):
+        each.logit_bias = {start: 3.0} if row % 2 else None  # which opens blocks when nothing is left
         each.thinking_token_budget = (None, 0, 3, 7, 16)[row % 5]
         each.bad_words = ["the"] if row % 4 == 3 else []
         each.min_tokens = 5 * (row % 3)
