@@ -190,6 +190,7 @@ def test_which_calls_work_while_a_stream_is_open(model: Path, tmp_path: Path) ->
             "score": lambda: llm.score([5], [[6]]),
             "score_pairs": lambda: llm.score_pairs([([5], [6])]),
             "embed": lambda: llm.embed([5]),
+            "encode": lambda: llm.encode([5], pooling_task="token_embed"),
             "beam_search": lambda: llm.beam_search([5], beams),
             "add_request": lambda: llm.add_request([5], GREEDY),
             "step": llm.step,
@@ -224,8 +225,9 @@ def test_which_calls_work_while_a_stream_is_open(model: Path, tmp_path: Path) ->
         assert next(stream).finished
         public = {name for name in dir(LLM) if not name.startswith("_") and callable(getattr(LLM, name))}
         needs_a_tokenizer = {"chat", "enqueue_chat", "get_tokenizer"}
+        needs_a_head = {"classify", "reward"}
         closing = {"close", "exit", "shutdown", "from_pretrained", "from_engine_args"}
-        assert public == {*refused, *working} | needs_a_tokenizer | closing
+        assert public == {*refused, *working} | needs_a_tokenizer | needs_a_head | closing
         llm.close()
 
 

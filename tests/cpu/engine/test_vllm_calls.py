@@ -287,6 +287,7 @@ def test_metrics_are_those_of_the_outputs(llm: LLM) -> None:
         "length": 7,
         "abort": 0,
         "error": 0,
+        "repetition": 0,
     }
     assert new["prefix_cache_queries"] >= 44
     lengths = after["request_generation_tokens"]
