@@ -12,10 +12,10 @@ from nanovllm.extras.outputs import BeamSearchOutput as BeamSearchOutput
 from nanovllm.extras.outputs import BeamSearchSequence as BeamSearchSequence
 from nanovllm.extras.outputs import EmbeddingOutput as EmbeddingOutput
 from nanovllm.extras.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+from nanovllm.extras.outputs import PoolingRequestOutput as PoolingRequestOutput
 from nanovllm.extras.outputs import ScoreOutput as ScoreOutput
 from nanovllm.pooling_heads.outputs import ClassificationOutput as ClassificationOutput
 from nanovllm.pooling_heads.outputs import ClassificationRequestOutput as ClassificationRequestOutput
 from nanovllm.pooling_heads.outputs import PoolingOutput as PoolingOutput
-from nanovllm.pooling_heads.outputs import PoolingRequestOutput as PoolingRequestOutput
 from nanovllm.pooling_heads.outputs import ScoringOutput as ScoringOutput
 from nanovllm.pooling_heads.outputs import ScoringRequestOutput as ScoringRequestOutput

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from nanovllm.answers import Logprob
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +48,21 @@ class EmbeddingOutput:
 
 
 @dataclass
-class EmbeddingRequestOutput:
-    """What `embed` returns for a prompt; `outputs` is empty if `error` says why."""
+class PoolingRequestOutput(Generic[T]):
+    """What becomes of one prompt; `outputs` has no values if `error` says why."""
 
     request_id: str
-    outputs: EmbeddingOutput
+    outputs: T
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
     prompt: str | None = None
     error: str | None = None
     index: int = 0
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """What `embed` returns for a prompt; `outputs` is empty if `error` says why."""
 
 
 @dataclass(slots=True)

@@ -152,18 +152,18 @@ def extras_of(seqs: list[Sequence], query_lens: np.ndarray, draws: np.ndarray) -
     num_logprobs = max([extras.num_logprobs for _, _, extras in drawn], default=NO_LOGPROBS)
     has_rules = any(extras.has_rules for _, _, extras in drawn)
     scored, pooled = _prompt_tokens(asking, query_lens)
-    wanted = (None if scored is None else scored.wanted), pooled
+    (pooling,) = {each.pooling for _, _, each in asking} - {None} or {None}  # all of a call are alike
     return BatchExtras(
         needs_logits=bool(penalties or bias or has_rules or num_logprobs != NO_LOGPROBS),
         has_rules=has_rules,
-        places=tuple([each.places for each in wanted if each is not None]),
+        places=tuple([one.places for one in (scored.wanted if scored else None, pooled) if one is not None]),
         penalties=penalties,
         bias=bias,
         num_logprobs=num_logprobs,
         asked_ids=_asked_ids(asking, len(seqs)),
         scored=scored,
         pooled=pooled,
-        pooling=next((each.pooling for _, _, each in asking if each.pooling is not None), None),
+        pooling=pooling,
     )
 
 

@@ -17,6 +17,7 @@ from nanovllm.answers import RequestOutput
 from nanovllm.checks import BadRow
 from nanovllm.extras.calls import ExtraCalls
 from nanovllm.extras.columns import WITH_HEAD
+from nanovllm.extras.outputs import PoolingRequestOutput
 from nanovllm.extras.scoring import parse_pooling_params
 from nanovllm.inputs import PromptLike, calls_of_llm, refuse_others, show
 from nanovllm.params import SamplingParams
@@ -25,7 +26,6 @@ from nanovllm.pooling_heads.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     PoolingOutput,
-    PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
 )

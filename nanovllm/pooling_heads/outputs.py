@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
+
+from nanovllm.extras.outputs import PoolingRequestOutput
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -43,20 +43,6 @@ class ScoringOutput:
     """score: how well the second text answers the first; NaN without one."""
 
     score: float
-
-
-@dataclass
-class PoolingRequestOutput(Generic[T]):
-    """What becomes of one prompt; `outputs` has no values if `error` says why."""
-
-    request_id: str
-    outputs: T
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True
-    prompt: str | None = None
-    error: str | None = None
-    index: int = 0
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):

@@ -198,8 +198,9 @@ class ResidentModelRunner(AheadModelRunner):
         if self.device.is_cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._trace = str(Path(folder, f"rank{self.tp.rank}.{name}.pt.trace.json.gz"))
-        self.profile = torch.profiler.profile(activities=activities, acc_events=True)
-        self.profile.start()
+        profile = torch.profiler.profile(activities=activities, acc_events=True)
+        profile.start()
+        self.profile = profile
 
     def stop_profile(self) -> str:
         """Wait for the device, end the profile, write its trace and return the path."""

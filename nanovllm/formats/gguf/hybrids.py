@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor
+from nanovllm.formats.gguf.keys import Keys
 
 ARCHITECTURES = {
     "qwen3next": "Qwen3NextForCausalLM",
@@ -22,6 +23,7 @@ ARCHITECTURES = {
     "qwen35moe": "Qwen3_5MoeForCausalLM",
 }
 _LINEAR, _FULL = "linear_attention", "full_attention"
+_MODULES = {_FULL: "attn_q", _LINEAR: "ssm_out"}  # that only layers of a kind have
 _STORED = re.compile(r"blk\.(\d{1,9})\.(.+)")
 _NORMS = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")  # are stored + 1
 Part = tuple[str, np.ndarray]  # the module of a part of a stored matrix, and the stored place of its rows
@@ -84,12 +86,11 @@ def read(
     return reader.keys, found, reader.settings()
 
 
-class _Reader:
+class _Reader(Keys):
     """The sizes of one file, and the order of rows that follows from them."""
 
     def __init__(self, file: GGUFFile, tensors: dict[str, GGUFTensor]) -> None:
-        self._file, self._tensors = file, tensors
-        self._architecture = file.scalar("general.architecture", str)
+        super().__init__(file, tensors)
         self._tiled = self._architecture != "qwen3next"  # the value heads of a key head are no neighbours
         self._k_heads, self._v_heads, self._k_dim = (
             self._count(f"ssm.{key}") for key in ("group_count", "time_step_rank", "state_size")
@@ -111,7 +112,7 @@ class _Reader:
                 f"{self._key('block_count')} and nextn_predict_layers say that it has {self._layers} layers, "
                 f"and the file has {len(layers)}; use the files of one model"
             )
-        self._kinds = [self._kind(layer) for layer in range(self._layers)]
+        self._kinds = [self._kind(layer, _MODULES) for layer in range(self._layers)]
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -248,41 +249,6 @@ class _Reader:
             raise self._sizes(stored, tensor, f"{rows} rows")
         rest = tensor.shape[1:]
         return {name: tensor.ordered(order).reshaped((len(order), *rest)) for name, order in parts}
-
-    # -- numbers ---------------------------------------------------------------------------------------------
-
-    def _key(self, key: str) -> str:
-        return f"{self._architecture}.{key}"
-
-    def _count(self, key: str) -> int:
-        value = self._file.scalar(self._key(key), int)
-        if value is None or not 0 < value < 2**31:
-            raise self._file.problem(f"{self._key(key)} must be a number from 1 on, not {value!r}")
-        return value
-
-    def _same(self, key: str) -> int:
-        """A number of each layer with attention, or a list in which others have 0."""
-        value = self._file.metadata.get(self._key(key))
-        if not isinstance(value, np.ndarray):
-            return self._count(key)
-        some = np.unique(value[value != 0])
-        if len(some) != 1:
-            raise self._file.problem(
-                f"{self._key(key)} {some[:8].tolist()}, not one number, is not supported"
-            )
-        return int(some[0])
-
-    def _kind(self, layer: int) -> str:
-        """By its tensors: keys that state it, such as full_attention_interval, may be wrong or missing."""
-        has = {
-            _FULL: f"blk.{layer}.attn_q.weight" in self._tensors,
-            _LINEAR: f"blk.{layer}.ssm_out.weight" in self._tensors,
-        }
-        kinds = [kind for kind, is_here in has.items() if is_here]
-        if len(kinds) != 1:
-            what = "both of" if kinds else "none of"
-            raise self._file.problem(f"layer {layer} has {what} blk.{layer}.attn_q and blk.{layer}.ssm_out")
-        return kinds[0]
 
     def _log(self, a: torch.Tensor) -> torch.Tensor:
         """A_log of a stored -exp(A_log)."""

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor
+from nanovllm.formats.gguf.keys import Keys
 from nanovllm.states.short_conv import PARTS
 
 ARCHITECTURES = {"lfm2": "Lfm2ForCausalLM", "lfm2moe": "Lfm2MoeForCausalLM"}
 _FULL, _CONV = "full_attention", "conv"
+_MODULES = {_FULL: "attn_q", _CONV: "shortconv.in_proj"}  # that only layers of a kind have
 _STORED = re.compile(r"blk\.(\d{1,9})\.(.+)")
 _NORM, _OUTPUT_NORM = "token_embd_norm.weight", "output_norm.weight"  # stored; as other files call it
 _IN_PROJ, _TAPS = "shortconv.in_proj.weight", "shortconv.conv.weight"
@@ -70,10 +72,9 @@ def read(
     return reader.keys(), found, reader.settings()
 
 
-class _Reader:
+class _Reader(Keys):
     def __init__(self, file: GGUFFile, tensors: dict[str, GGUFTensor]) -> None:
-        self._file, self._tensors = file, tensors
-        self._architecture = file.scalar("general.architecture", str)
+        super().__init__(file, tensors)
         self._has_experts = self._architecture == "lfm2moe"
         layers, here = (
             self._count("block_count"),
@@ -83,7 +84,7 @@ class _Reader:
             raise file.problem(
                 f"{self._key('block_count')} says that it has {layers} layers, and the file has {len(here)}"
             )
-        self._kinds = [self._kind(layer) for layer in range(layers)]
+        self._kinds = [self._kind(layer, _MODULES) for layer in range(layers)]
 
     def keys(self) -> dict[str, Any]:
         """The metadata, in which all layers are alike, without settings that are checked here."""
@@ -171,38 +172,8 @@ class _Reader:
 
     # -- numbers ---------------------------------------------------------------------------------------------
 
-    def _key(self, key: str) -> str:
-        return f"{self._architecture}.{key}"
-
     def _number(self, key: str, default: int | None = None) -> Any:
         return self._file.scalar(self._key(key), int, default)
-
-    def _count(self, key: str) -> int:
-        value = self._number(key)
-        if value is None or not 0 < value < 2**31:
-            raise self._file.problem(f"{self._key(key)} must be a number from 1 on, not {value!r}")
-        return int(value)
-
-    def _same(self, key: str) -> int:
-        """A number of each layer with attention, or a list in which convolutions have 0."""
-        value = self._file.metadata.get(self._key(key))
-        if not isinstance(value, np.ndarray):
-            return self._count(key)
-        some = np.unique(value[value != 0])
-        if len(some) != 1:
-            raise self._file.problem(
-                f"{self._key(key)} {some[:8].tolist()}, not one number, is not supported"
-            )
-        return int(some[0])
-
-    def _kind(self, layer: int) -> str:
-        """By its tensors, which are what is computed with."""
-        names = {_FULL: f"blk.{layer}.attn_q", _CONV: f"blk.{layer}.shortconv.in_proj"}
-        kinds = [kind for kind, name in names.items() if f"{name}.weight" in self._tensors]
-        if len(kinds) != 1:
-            what = "both of" if kinds else "none of"
-            raise self._file.problem(f"layer {layer} has {what} {' and '.join(names.values())}")
-        return kinds[0]
 
     def _shape(self, stored: str, tensor: GGUFTensor, needed: str) -> Exception:
         return self._file.problem(f"tensor {stored!r} has the shape {tensor.shape}; {needed} are needed")

@@ -1,0 +1,48 @@
+"""Keys: numbers of a GGUF file whose layers differ, below its architecture's name. Refuses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor
+
+
+class Keys:
+    """What readers of such files ask. ModelLoadError, with the key, for what does not fit."""
+
+    def __init__(self, file: GGUFFile, tensors: Mapping[str, GGUFTensor]) -> None:
+        self._file, self._tensors = file, tensors
+        self._architecture = file.scalar("general.architecture", str)
+
+    def _key(self, key: str) -> str:
+        return f"{self._architecture}.{key}"
+
+    def _count(self, key: str) -> int:
+        value = self._file.scalar(self._key(key), int)
+        if value is None or not 0 < value < 2**31:
+            raise self._file.problem(f"{self._key(key)} must be a number from 1 on, not {value!r}")
+        return int(value)
+
+    def _same(self, key: str) -> int:
+        """A number of each layer with attention, or a list in which others have 0."""
+        value = self._file.metadata.get(self._key(key))
+        if not isinstance(value, np.ndarray):
+            return self._count(key)
+        some = np.unique(value[value != 0])
+        if len(some) != 1:
+            raise self._file.problem(
+                f"{self._key(key)} {some[:8].tolist()}, not one number, is not supported"
+            )
+        return int(some[0])
+
+    def _kind(self, layer: int, modules: Mapping[str, str]) -> str:
+        """Of these kinds the one whose module the layer has. Tensors are what is computed with: keys that
+        state a kind may be wrong or missing."""
+        names = {kind: f"blk.{layer}.{module}" for kind, module in modules.items()}
+        kinds = [kind for kind, name in names.items() if f"{name}.weight" in self._tensors]
+        if len(kinds) != 1:
+            what = "both of" if kinds else "none of"
+            raise self._file.problem(f"layer {layer} has {what} {' and '.join(names.values())}")
+        return kinds[0]
