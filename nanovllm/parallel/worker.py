@@ -88,8 +88,10 @@ def worker_main(member: Member, reader: ChannelReader, replies: Connection, pare
             loop(member, reader, replies)
     except BaseException:  # report everything to rank 0
         failure = Failure(setup.rank, f"failed:\n{traceback.format_exc()}", False, monotonic())
-        with suppress(OSError):  # rank 0 is gone
+        try:
             replies.send(failure)
+        except OSError:  # rank 0 is gone, and what it owned remains
+            exit_with(parent, member.rendezvous)
     leave()  # at once: the libraries' clean-up may wait for ranks that are gone
 
 
@@ -137,7 +139,7 @@ def exit_with(parent: int, folder: str = "") -> None:
     """End this process, whatever it does, once its parent is gone. folder: the parent's, to remove."""
     while os.getppid() == parent:
         sleep(_PARENT_SECONDS)
-    if folder:
+    while os.path.exists(folder):  # a rank that waits there makes its file again
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 

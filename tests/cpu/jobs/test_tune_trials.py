@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ from nanovllm import demo_model_path
 from nanovllm.errors import EngineClosedError
 from nanovllm.jobs.main import parse_args
 from nanovllm.jobs.run import run
-from nanovllm.parallel import channel
+from nanovllm.parallel import channel, ranks
 from nanovllm.parallel.rendezvous import SHARED_MEMORY
 from nanovllm.tune import trial
 from nanovllm.tune.halving import Failed, Measured
@@ -144,18 +145,25 @@ def start_another(job: dict[str, Any], warm_up: bool, said: str, sender: Connect
 
 
 class NotedMemory(SharedMemory):
-    """Writes its path, and the pattern of its process's folders, into the file `note`."""
+    """Knows the path of the one made last."""
 
-    note: Path
+    path: Path
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        own = (Path(SHARED_MEMORY, self.name), Path(SHARED_MEMORY, f"nanovllm-{os.getpid()}-*"))
-        self.note.write_text("".join(f"{each}\n" for each in own))
+        NotedMemory.path = Path(SHARED_MEMORY, self.name)
 
 
 def note_memory(job: dict[str, Any], warm_up: bool, said: str, sender: Connection) -> None:
-    NotedMemory.note = Path(job["output"]).with_name("note")
+    """Write the path of the shared memory, and the pattern of this process's folders, into the file `note`
+    once the worker has what it needs."""
+
+    def start_process(process: BaseProcess) -> None:
+        start(process)
+        own = (NotedMemory.path, Path(SHARED_MEMORY, f"nanovllm-{os.getpid()}-*"))
+        Path(job["output"]).with_name("note").write_text("".join(f"{each}\n" for each in own))
+
+    start, ranks.start_process = ranks.start_process, start_process  # type: ignore[attr-defined]
     channel.SharedMemory = NotedMemory  # type: ignore[misc]
     run_trial(job, warm_up, said, sender)
 

@@ -269,3 +269,22 @@ def test_a_collected_owner_frees_and_a_forked_one_does_not(monkeypatch: pytest.M
     monkeypatch.setattr(os, "getpid", lambda: pid + 1)
     del owner
     assert freed == [1]
+
+
+def test_a_worker_whose_rank_0_was_killed_removes_the_folder_where_they_meet(tmp_path: Path) -> None:
+    """Also one that learns it from a broken pipe, before the thread that watches rank 0 has looked."""
+    folder = tmp_path / "nanovllm-1"
+    folder.mkdir()
+    code = """
+import os, sys, threading
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from nanovllm.parallel.worker import Member, worker_main
+threading.Thread.start = lambda self: None  # has not looked yet
+receiver, sender = Pipe(duplex=False)
+receiver.close()
+setup = SimpleNamespace(rank=1, size=2, device="cpu", config=SimpleNamespace(num_threads=1))
+worker_main(Member(setup, sys.argv[1]), None, sender, parent=os.getpid())
+"""
+    ended = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
+    assert ended.returncode == 1 and not folder.exists(), ended.stderr
