@@ -84,6 +84,19 @@ def finish(process: subprocess.Popen[str]) -> tuple[list[str], str]:
     return out.splitlines(), errors
 
 
+def group_numbers(weight: IntWeight, *numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The scales [groups, halves or 1, 1, n] and the minimums [groups, n] of a weight, float32."""
+    if weight.format.shared:
+        multiples, common = numbers
+        found = common.float().repeat_interleave(8, 1)[:, : weight.groups] * multiples
+        if weight.format.numbers == 1:
+            return found.permute(1, 2, 0)[:, :, None], None
+        return found[..., :1].permute(1, 2, 0)[:, :, None], -found[..., 1].T
+    found = numbers[0].float()
+    minimum = found[..., 1].T if weight.format.numbers == 2 else None
+    return found[..., :1].permute(1, 2, 0)[:, :, None], minimum
+
+
 def int_linear_reference(
     x: torch.Tensor,
     weight: IntWeight,
@@ -96,16 +109,20 @@ def int_linear_reference(
     largest = halves.abs().amax(-1, keepdim=True)
     factors = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
     scales, rounded = largest / 127, (halves * factors).round()
-    codes, numbers = weight.stored(0, weight.n)
+    codes, *numbers = weight.stored(0, weight.n)
     integers = levels(weight.format, codes).unflatten(2, (2, -1))
     products = torch.einsum("tghk,nghk->ghtn", rounded, integers)  # exact integers
-    factors, numbers = scales.permute(1, 2, 0, 3), numbers.float().permute(1, 2, 0)
+    own, minimum = group_numbers(weight, *numbers)
+    factors = scales.permute(1, 2, 0, 3)
     sums = (rounded.sum(-1) * scales[..., 0]).sum(-1)
     out = torch.zeros(len(x), weight.n)
     for group in range(weight.groups):
-        out += (products[group] * factors[group]).sum(0) * numbers[group, 0]
-        if weight.format.numbers == 2:
-            out += sums[:, group, None] * numbers[group, 1]
+        if len(own[group]) == 1:
+            out += (products[group] * factors[group]).sum(0) * own[group, 0]
+        else:
+            out += (products[group] * factors[group] * own[group]).sum(0)
+        if minimum is not None:
+            out += sums[:, group, None] * minimum[group]
     for other in (bias, residual):
         if other is not None:
             out += other.float()

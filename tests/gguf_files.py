@@ -135,7 +135,8 @@ def random_blocks(stored_as: str, seed: int = 0) -> Any:
         shape = (*values.shape[:-1], values.shape[-1] // block)
         raw = rng.integers(0, 256, (*shape, size), dtype=np.uint8)
         for place in scales:
-            small = rng.normal(0, 0.2 / block, (*shape, 1)).astype(np.float16)
+            multiples = 8 if stored_as in ("Q4_K", "Q5_K", "Q6_K") else 1
+            small = rng.normal(0, 0.2 / block / multiples, (*shape, 1)).astype(np.float16)
             raw[..., place : place + 2] = small.view(np.uint8).reshape(*shape, 2)
         if stored_as == "MXFP4":  # a power of two
             raw[..., 0] = rng.integers(118, 123, shape)

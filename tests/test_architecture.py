@@ -67,8 +67,8 @@ COMPILERS = {"numba", "llvmlite"}
 # Others import them where they compile.
 ALWAYS_COMPILE = {
     f"cpu.kernels.{name}"
-    for name in ("vectors", "vector_math", "emitting", "tiles", "int_vectors", "attention_tiles", "matrices")
-}
+    for name in ("vectors", "vector_math", "emitting", "tiles", "attention_tiles", "matrices")
+} | {f"cpu.kernels.int_{name}" for name in ("vectors", "numbers")}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.stat().st_size)
 
 

@@ -18,6 +18,7 @@ from nanovllm.cpu.kernels.activation import silu_and_mul
 from nanovllm.cpu.kernels.int_layout import FORMATS, GROUP, IntExperts, IntFormat, IntWeight, from_blocks
 from nanovllm.cpu.kernels.int_matmul import int_embed, int_linear
 from nanovllm.cpu.kernels.int_quantise import quantise
+from nanovllm.cpu.kernels.launch import empty
 from nanovllm.moe.experts import UnquantizedExpertsMethod
 from nanovllm.moe.kernels.reference import experts_in_turn
 from nanovllm.moe.kernels.routing import Routing
@@ -45,12 +46,12 @@ class _Blocks(Protocol):
         """Blocks [rows, groups, bytes], uint8."""
 
 
-def _check_groups(shards: list[WeightShard], k: int) -> None:
-    """ValueError if ranks would split groups of a file. k: the inputs of a rank."""
+def _check_blocks(shards: list[WeightShard], k: int, block: int) -> None:
+    """ValueError if ranks would split blocks of a file. k: the inputs of a rank; block: those of a block."""
     for shard in shards:
-        if shard.dim == 1 and (shard.start % GROUP or k % GROUP):
+        if shard.dim == 1 and (shard.start % block or k % block):
             raise ValueError(
-                f"{shard.shape[1]} inputs in groups of {GROUP} cannot be split into parts of {k}; use "
+                f"{shard.shape[1]} inputs in groups of {block} cannot be split into parts of {k}; use "
                 "another tensor_parallel_size, or quantization='dequantize'"
             )
 
@@ -63,10 +64,10 @@ def _load(weight: IntWeight, shard: WeightShard, source: WeightSource, as_stored
     for start in range(rows.start, rows.stop, _ROWS):
         some = slice(start, min(start + _ROWS, rows.stop))
         if as_stored and isinstance(source, _Blocks) and source.stored_as == weight.format.name:
-            codes, scales = from_blocks(weight.format, source.blocks(some, columns))
+            parts = from_blocks(weight.format, source.blocks(some, columns))
         else:
-            codes, scales = quantise(weight.format, source[some, columns])
-        weight.store(first + start - rows.start, codes, scales)
+            parts = quantise(weight.format, source[some, columns])
+        weight.store(first + start - rows.start, *parts)
 
 
 class IntegerLinearMethod(LinearMethod):
@@ -86,7 +87,7 @@ class IntegerLinearMethod(LinearMethod):
         """`packed`, the codes and scales. ValueError if ranks would split groups of a file."""
         n, k = shape
         if self.as_stored:
-            _check_groups(shards, k)
+            _check_blocks(shards, k, self.format.block)
         self.dtype, self.fuse = options.dtype, options.fuse
         self.weight = IntWeight.zeros(self.format, n, k, options.device)
         layer.register_parameter("packed", nn.Parameter(self.weight.data, requires_grad=False))
@@ -118,6 +119,42 @@ class IntegerLinearMethod(LinearMethod):
         return method
 
 
+class StoredPartsMethod(LinearMethod):
+    """x @ weight^T of modules that a file stores in several formats: each is multiplied by itself."""
+
+    deterministic_needs_alignment = False
+
+    def __init__(self, formats: Mapping[str, str]) -> None:
+        """formats: of FORMATS, by the module's name."""
+        self.formats = {module: FORMATS[name] for module, name in formats.items()}
+        self.parts: dict[int, IntWeight] = {}  # by their first output
+
+    def create(
+        self, layer: nn.Module, shape: tuple[int, ...], shards: list[WeightShard], options: WeightOptions
+    ) -> list[WeightShard]:
+        """A parameter for each module, such as `q_proj_packed`."""
+        self.n = shape[0]
+        for shard in shards:
+            assert shard.module is not None and shard.dim == 0
+            format = self.formats[shard.module]
+            weight = IntWeight.zeros(format, shard.length, shape[1], options.device)
+            parameter = nn.Parameter(weight.data, requires_grad=False)
+            layer.register_parameter(f"{shard.module}_packed", parameter)
+            self.parts[shard.offset] = weight
+        return shards
+
+    def load(self, shard: WeightShard, source: WeightSource) -> None:
+        _load(self.parts[shard.offset], replace(shard, offset=0), source, as_stored=True)
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        out = empty((len(rows), self.n), x.dtype)
+        for first, weight in self.parts.items():
+            own = slice(first, first + weight.n)
+            int_linear(rows, weight, None if bias is None else bias[own], out=out[:, own])
+        return out.unflatten(0, x.shape[:-1])
+
+
 class IntegerExpertsMethod(ExpertsMethod):
     """The products of experts with integers, one expert after the other. `gate_up` and `down` may have two
     formats."""
@@ -136,7 +173,7 @@ class IntegerExpertsMethod(ExpertsMethod):
         """`gate_up_packed` and `down_packed`. ValueError as of `IntegerLinearMethod`."""
         shards = gate_up.shards + down.shards
         if self.as_stored:
-            _check_groups(shards, down.shape[2])
+            _check_blocks(shards, down.shape[2], self.formats[1].block)
         made = (
             IntExperts.zeros(format, *weights.shape, options.device)
             for format, weights in zip(self.formats, (gate_up, down), strict=True)
@@ -202,7 +239,7 @@ class IntegerConfig(QuantConfig):
 @dataclass(frozen=True)
 class StoredConfig(QuantConfig):
     """A GGUF file: weights in one of FORMATS stay as they are stored, others are dequantised. The modules of
-    one product must have one format, else they are dequantised, and the experts of a layer all stay, or none.
+    one product all stay, or none does, and so do the experts of a layer, whose gate and up have one format.
     """
 
     types: Mapping[str, str] = field(default_factory=dict, hash=False)  # of quantised modules, by their path
@@ -217,8 +254,11 @@ class StoredConfig(QuantConfig):
         return cls(types)
 
     def method(self, path: str, kind: Kind) -> LinearMethod:
-        found = self._format(path)
-        return super().method(path, kind) if found is None else IntegerLinearMethod(found, as_stored=True)
+        parts = self._product(path)
+        if not parts:
+            return super().method(path, kind)
+        first, *others = {*parts.values()}
+        return StoredPartsMethod(parts) if others else IntegerLinearMethod(first, as_stored=True)
 
     def experts(self, path: str) -> ExpertsMethod:
         gate, _, down = (self._format(f"{path}.{name}") for name in _EXPERTS)
@@ -229,18 +269,22 @@ class StoredConfig(QuantConfig):
     def _format(self, path: str) -> str | None:
         """The format in which the weight of a module stays; None: it is dequantised. The module may be a
         projection of all experts of a layer."""
-        parent = path.rpartition(".")[0]
-        if parent.endswith(".experts") and None in (self._own(f"{parent}.{each}") for each in _EXPERTS):
-            return None
-        return self._own(path)
+        parent, _, name = path.rpartition(".")
+        if not parent.endswith(".experts"):
+            return self._product(path).get(name)
+        gate, up, down = (self._product(f"{parent}.{each}").get(each) for each in _EXPERTS)
+        keeps = gate is not None and gate == up and down is not None
+        return {"gate_proj": gate, "up_proj": up, "down_proj": down}.get(name) if keeps else None
 
-    def _own(self, path: str) -> str | None:
-        """The same, without a look at the other projections of experts."""
+    def _product(self, path: str) -> dict[str, str]:
+        """The formats of the modules that are multiplied as one with that of `path`, by their names; none if
+        they do not stay."""
         parent, _, name = path.rpartition(".")
         names = next((each for each in _PRODUCTS if name in each), (name,))
-        first, *others = {self.types.get(f"{parent}.{each}" if parent else each) for each in names}
-        keeps = self.kernels and not others and name not in _ROUTERS
-        return first if keeps and first in FORMATS else None
+        found = {each: self.types.get(f"{parent}.{each}" if parent else each) for each in names}
+        keeps = self.kernels and name not in _ROUTERS
+        stay = {each: stored for each, stored in found.items() if stored in FORMATS}
+        return {} if not keeps or len(stay) < len(found) else stay
 
     def on(self, capability: tuple[int, int]) -> QuantConfig:
         return replace(self, kernels=_no_kernels(capability) is None)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.cpu import isa
+from nanovllm.cpu.kernels.memory import zeros
 from nanovllm.kernels.compat import cpu_kernel
 from nanovllm.quantization.base import LinearMethod
 from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
@@ -41,7 +42,7 @@ class PackedLinearMethod(LinearMethod):
         self._rows, self._columns = shape
         self._options = options
         self._is_new = True  # it holds no tensor yet
-        packed = torch.zeros(self._shape_in(options.dtype), dtype=options.dtype)
+        packed = zeros(self._shape_in(options.dtype), options.dtype)
         self.weight = nn.Parameter(packed, requires_grad=False)
         layer.register_parameter("weight", self.weight)
         return shards
@@ -78,7 +79,7 @@ class PackedLinearMethod(LinearMethod):
         """Have memory in `dtype`, with the present content."""
         if self.weight.dtype == dtype:
             return
-        packed = torch.zeros(self._shape_in(dtype), dtype=dtype)
+        packed = zeros(self._shape_in(dtype), dtype)
         if not self._is_new:
             old = cpu_kernel("matmul.unpacked")(self.weight.data)[: self._rows]
             cpu_kernel("matmul.copy_rows")(packed, old, 0, 0)

@@ -92,6 +92,7 @@ def make_product(format: str, dtype: str) -> Callable[..., None]:
         row_bytes: int,
         block_bytes: int,
         residual_stride: int,
+        out_stride: int,
         vectors: int,
         columns: int,
         ahead: int,
@@ -101,7 +102,7 @@ def make_product(format: str, dtype: str) -> Callable[..., None]:
         first_row = program // columns * 64
         end = min(rows, first_row + 64)
         first = program % columns * vectors
-        residual_bytes, out_bytes = residual_stride * size, n * size
+        residual_bytes, out_bytes = residual_stride * size, out_stride * size
         last = min(first + vectors, (n + 15) // 16)
         part = groups * ahead_of_group
         for index in range(first, last):
@@ -178,12 +179,14 @@ def int_linear(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [T, K] @ weight^T + bias + residual, [T, N] in `dtype`, by default that of x, which the bias and the
-    residual have too; rounded once. Float32 accumulation."""
+    residual have too; rounded once. Float32 accumulation. out: where to write it, perhaps columns of a
+    tensor."""
     rows, k = x.shape
     n, groups = weight.n, weight.groups
-    out = empty((rows, n), dtype or x.dtype)
+    out = empty((rows, n), dtype or x.dtype) if out is None else out
     if rows == 0:
         return out
     if x.stride(1) != 1:
@@ -199,7 +202,7 @@ def int_linear(
         (name, DTYPES[out.dtype]),
         columns * chunks,
         *(records, weight.data, bias, residual, out),
-        *(rows, n, groups, row_bytes, block_bytes, stride, vectors, columns, ahead),
+        *(rows, n, groups, row_bytes, block_bytes, stride, out.stride(0), vectors, columns, ahead),
     )
     return out
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.cpu.kernels.int_layout import FACTORS, FORMATS, GROUP, IntFormat
+from nanovllm.cpu.kernels.int_layout import FACTORS, FORMATS, GROUP, IntFormat, quantise_shared
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel
 from nanovllm.cpu.kernels.native import jit
 
@@ -99,12 +99,15 @@ def _make(name: str, dtype: str) -> Callable[..., None]:
 _KERNEL = Kernel(_make)
 
 
-def quantise(format: IntFormat, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """values [n, k] -> codes [n, groups, code_bytes] uint8 and scales [n, groups, numbers] float16.
+def quantise(format: IntFormat, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """values [n, k] -> codes [n, groups, code_bytes] uint8 and scales [n, groups, numbers] float16, or what
+    `quantise_shared` gives for formats whose groups share them.
 
     k is padded with zeros to whole groups. With 4 bits the scale has the least squared error of a few. A
     group with a value that is not finite has the scale NaN.
     """
+    if format.shared:
+        return quantise_shared(format, values)
     n, k = values.shape
     values = values if values.stride(1) == 1 else values.contiguous()
     groups = -(-k // GROUP)

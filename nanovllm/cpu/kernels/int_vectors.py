@@ -20,7 +20,6 @@ from nanovllm.cpu import isa
 from nanovllm.cpu.kernels.emitting import (
     call,
     constant,
-    converts_halves,
     emitted,
     f32x16,
     i64,
@@ -34,6 +33,7 @@ from nanovllm.cpu.kernels.emitting import (
     void,
 )
 from nanovllm.cpu.kernels.int_layout import FORMATS, GROUP, LANES, IntFormat
+from nanovllm.cpu.kernels.int_numbers import number, numbers_of
 from nanovllm.kernels.kinds import Kinds
 
 HALF = GROUP // 2  # values of x that share a scale
@@ -53,10 +53,6 @@ _DOTS = Kinds(  # of four bytes at once
 )
 
 
-def _number(value: int) -> Any:
-    return ir.Constant(_I64, value)
-
-
 def _is_wide(format: IntFormat) -> bool:
     """Whether x is int16: products of bytes would need more than 16 bits, and there is no instruction."""
     return isa.level() == "generic" or (format.bits == 8 and not _DOTS[isa.level()])
@@ -70,26 +66,6 @@ def _code_bytes(format: IntFormat) -> int:
 def _record(format: IntFormat) -> int:
     """Bytes of a record: 2 scales, and 2 starts, int32, or with a minimum one, float32."""
     return GROUP * _code_bytes(format) + 8 + (4 if format.numbers == 2 else 8)
-
-
-def _from_half(b: Any, bits: Any) -> Any:
-    """float16, given as int16 or a vector of them -> float32."""
-    vector = isinstance(bits.type, ir.VectorType)
-    whole, real = (_VI, _VF) if vector else (_I32, _F32)
-    if converts_halves():
-        half = ir.VectorType(ir.HalfType(), LANES) if vector else ir.HalfType()
-        return b.fpext(b.bitcast(bits, half), real)
-
-    def same(value: float, kind: Any) -> Any:
-        return constant(value, kind) if vector else ir.Constant(kind, value)
-
-    wide = b.zext(bits, whole)
-    magnitude = b.shl(b.and_(wide, same(0x7FFF, whole)), same(13, whole))
-    scaled = b.bitcast(b.fmul(b.bitcast(magnitude, real), same(2.0**112, real)), whole)
-    infinite = b.icmp_unsigned(">=", magnitude, same(0x0F800000, whole))  # or NaN
-    magnitude = b.select(infinite, b.or_(magnitude, same(0x7F800000, whole)), scaled)
-    sign = b.shl(b.and_(wide, same(0x8000, whole)), same(16, whole))
-    return b.bitcast(b.or_(magnitude, sign), real)
 
 
 # -- rows of x ----------------------------------------------------------------------------------------------
@@ -132,7 +108,7 @@ def quantise(name: str) -> Any:
     def quantise_group(b: Any, row: Any, group: Any, x: Any, y: Any) -> None:
         size, wide = _code_bytes(format), _is_wide(format)
         scales = GROUP * size
-        place = b.add(row, b.mul(group, _number(_record(format))))
+        place = b.add(row, b.mul(group, number(_record(format))))
         kind = ir.VectorType(_I16 if wide else _I8, LANES)
         order = [4 * quad + each for quad in range(4) for each in (0, 2, 1, 3)]
         sums, found = [], _quantised(b, x, y)
@@ -246,9 +222,9 @@ def _half_sums(
             sums = added(sums, plus(b, weight, 4 * LANES * quad), own)
     else:
         kept = [cgutils.alloca_once_value(b, total) for total in sums]
-        with cgutils.for_range(b, _hidden(b, _number(quads))) as loop:
-            offset = b.mul(loop.index, _number(4 * size))
-            place = b.add(weight, b.mul(loop.index, _number(4 * LANES)))
+        with cgutils.for_range(b, _hidden(b, number(quads))) as loop:
+            offset = b.mul(loop.index, number(4 * size))
+            place = b.add(weight, b.mul(loop.index, number(4 * LANES)))
             own = [b.add(row, offset) for row in rows]
             for total, value in zip(kept, added([b.load(each) for each in kept], place, own), strict=True):
                 b.store(value, total)
@@ -263,27 +239,23 @@ def _half_sums(
 
 def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, ahead: Any, groups: Any) -> list[Any]:
     """The product of each row with 16 outputs, groups in order: float32."""
-    size, codes, numbers = _record(format), LANES * format.code_bytes, 2 * LANES * format.numbers
+    size, codes = _record(format), LANES * format.code_bytes
     totals = [cgutils.alloca_once(b, _VF) for _ in rows]
     for total in totals:
         b.store(constant(0.0), total)
-    scales = b.add(weight, b.mul(groups, _number(codes)))
+    scales = b.add(weight, b.mul(groups, number(codes)))
     with cgutils.for_range(b, groups) as loop:
-        place = b.add(weight, b.mul(loop.index, _number(codes)))
-        own = [b.add(row, b.mul(loop.index, _number(size))) for row in rows]
+        place = b.add(weight, b.mul(loop.index, number(codes)))
+        own = [b.add(row, b.mul(loop.index, number(size))) for row in rows]
         if len(rows) == 1:
             for line in range(0, codes, 4 * LANES):
                 prefetch(b, plus(b, place, _AHEAD + line))
         else:
-            with b.if_then(b.icmp_signed("!=", ahead, _number(0))):
-                coming = b.add(ahead, b.mul(loop.index, _number(AHEAD_OF_GROUP)))
+            with b.if_then(b.icmp_signed("!=", ahead, number(0))):
+                coming = b.add(ahead, b.mul(loop.index, number(AHEAD_OF_GROUP)))
                 for line in range(0, AHEAD_OF_GROUP, 4 * LANES):
                     prefetch(b, plus(b, coming, line))
-        at = b.add(scales, b.mul(loop.index, _number(numbers)))
-        halves = ir.VectorType(_I16, LANES)
-        scale, *minimum = [
-            _from_half(b, load(b, plus(b, at, 2 * LANES * index), halves)) for index in range(format.numbers)
-        ]
+        scale, minimum = numbers_of(b, format, scales, groups, loop.index)
 
         def spread_at(row: Any, offset: int, kind: Any) -> Any:
             return spread(b, load(b, plus(b, row, GROUP * _code_bytes(format) + offset), kind))
@@ -291,11 +263,14 @@ def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, ahead: A
         values: list[Any] = []
         for half in range(2):
             starts = [
-                ir.Constant(_VI, None) if minimum else spread_at(row, 8 + 4 * half, _I32) for row in own
+                spread_at(row, 8 + 4 * half, _I32) if minimum is None else ir.Constant(_VI, None)
+                for row in own
             ]
             found = _half_sums(b, format, half, place, own, starts)
             terms = [b.sitofp(each, _VF) for each in found]
             factors = [spread_at(row, 4 * half, _F32) for row in own]
+            if len(scale) == 2:
+                factors = [b.fmul(factor, scale[half]) for factor in factors]
             if half == 0:
                 values = [b.fmul(term, factor) for term, factor in zip(terms, factors, strict=True)]
             else:
@@ -304,9 +279,13 @@ def _emit_tile(b: Any, format: IntFormat, rows: list[Any], weight: Any, ahead: A
                     for term, factor, value in zip(terms, factors, values, strict=True)
                 ]
         for total, row, value in zip(totals, own, values, strict=True):
-            value = multiply_add(b, value, scale, b.load(total))
-            if minimum:
-                value = multiply_add(b, minimum[0], spread_at(row, 8, _F32), value)
+            value = (
+                multiply_add(b, value, scale[0], b.load(total))
+                if len(scale) == 1
+                else b.fadd(value, b.load(total))
+            )
+            if minimum is not None:
+                value = multiply_add(b, minimum, spread_at(row, 8, _F32), value)
             b.store(value, total)
     return [b.load(total) for total in totals]
 
@@ -322,10 +301,10 @@ def tile(name: str, rows: int) -> Any:
         kept = cgutils.alloca_once(b, ir.ArrayType(_VF, rows))
         first = b.ptrtoint(kept, _I64)
         step = min(rows, _MOST_ROWS[isa.level()])
-        with cgutils.for_range(b, _number(rows // step)) as loop:
-            begin = b.add(x, b.mul(b.mul(stride, _number(step)), loop.index))
-            own = [b.add(begin, b.mul(stride, _number(row))) for row in range(step)]
-            target = b.add(first, b.mul(loop.index, _number(4 * LANES * step)))
+        with cgutils.for_range(b, number(rows // step)) as loop:
+            begin = b.add(x, b.mul(b.mul(stride, number(step)), loop.index))
+            own = [b.add(begin, b.mul(stride, number(row))) for row in range(step)]
+            target = b.add(first, b.mul(loop.index, number(4 * LANES * step)))
             for index, total in enumerate(_emit_tile(b, format, own, weight, ahead, groups)):
                 place = b.inttoptr(plus(b, target, 4 * LANES * index), _VF.as_pointer())
                 b.store(total, place).align = 1
@@ -357,8 +336,8 @@ def looked_up(name: str, half: int) -> Any:
 
     @emitted(f32x16, i64, i64, i64, i64)
     def half_group(b: Any, block: Any, groups: Any, group: Any, lane: Any) -> Any:
-        codes, numbers = LANES * format.code_bytes, 2 * LANES * format.numbers
-        place = b.add(b.add(block, b.mul(group, _number(codes))), b.mul(lane, _number(4)))
+        codes = LANES * format.code_bytes
+        place = b.add(b.add(block, b.mul(group, number(codes))), b.mul(lane, number(4)))
         words = ir.Constant(ir.VectorType(_I32, 4), ir.Undefined)
         for quad in range(4):
             offset = 4 * LANES * (quad + (4 * half if format.bits == 8 else 0))
@@ -368,13 +347,9 @@ def looked_up(name: str, half: int) -> Any:
         if format.bits == 4:
             values = b.lshr(values, constant(4, _VI)) if half else b.and_(values, constant(15, _VI))
         values = b.sitofp(b.sub(values, constant(format.middle, _VI)), _VF)
-        at = b.add(b.add(block, b.mul(groups, _number(codes))), b.mul(group, _number(numbers)))
-        at = b.add(at, b.mul(lane, _number(2)))
-        found = [
-            spread(b, _from_half(b, load(b, plus(b, at, 2 * LANES * index), _I16)))
-            for index in range(format.numbers)
-        ]
-        values = b.fmul(values, found[0])
-        return b.fadd(values, found[1]) if format.numbers == 2 else values
+        scales = b.add(block, b.mul(groups, number(codes)))
+        scale, minimum = numbers_of(b, format, scales, groups, group, lane)
+        values = b.fmul(values, spread(b, scale[half if len(scale) == 2 else 0]))
+        return values if minimum is None else b.fadd(values, spread(b, minimum))
 
     return half_group

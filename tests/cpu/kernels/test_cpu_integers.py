@@ -11,11 +11,11 @@ import torch
 from checked_llm import make_tiny
 from cpu_kernel_cases import int_linear_reference
 from gguf_files import random_blocks
+from integer_models import LARGE, PROMPT, SCORED, load, prompt_logprobs
 from safetensors.torch import load_file
 from tiny_models import write_tiny_model
 
 from nanovllm import SamplingParams
-from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.cpu import isa
 from nanovllm.cpu.integers import IntegerExpertsMethod, StoredConfig
 from nanovllm.cpu.kernels.activation import silu_and_mul
@@ -23,7 +23,6 @@ from nanovllm.cpu.kernels.int_layout import FORMATS, IntExperts, dequantised
 from nanovllm.cpu.kernels.int_matmul import int_linear
 from nanovllm.cpu.kernels.int_quantise import quantise
 from nanovllm.kernels.activation import silu_and_mul_reference
-from nanovllm.layers.weights import allocate
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import load_weights
@@ -32,36 +31,16 @@ from nanovllm.moe.kernels.reference import experts_in_turn
 from nanovllm.moe.kernels.routing import Routing
 from nanovllm.moe.kernels.tiles import PLAIN_MLP
 from nanovllm.parallel.group import TPGroup
-from nanovllm.quantization.shards import WeightOptions
 from tools.write_gguf import write_gguf
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
-PROMPT = [5, 17, 3, 42, 8, 11, 29]
-SCORED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1, prompt_logprobs=1)
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("dense"), "qwen2", **SIZES)
-
-
-def load(path: Path, quantization: str | None = None, tp: TPGroup | None = None) -> DecoderForCausalLM:
-    config = load_model_config(path, quantization=quantization)
-    model = DecoderForCausalLM(config, tp or TPGroup(), ReferenceBackend(), 16)
-    allocate(model, WeightOptions(torch.float32, torch.device("cpu")), config.quant)
-    load_weights(model, path)
-    return model
-
-
-def prompt_logprobs(model: Path, **options: Any) -> torch.Tensor:
-    """Log-probabilities of the prompt's tokens, then of an answer's."""
-    with make_tiny(model, **options) as llm:
-        [output] = llm.generate([PROMPT], SCORED, use_tqdm=False)
-    assert output.prompt_logprobs is not None
-    pairs = zip(output.prompt_logprobs[1:], PROMPT[1:], strict=True)
-    return torch.tensor([each[token].logprob for each, token in pairs])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +135,8 @@ def test_ranks_that_would_split_a_group_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stored_as", FORMATS)
 def test_a_file_is_used_as_it_is_stored(tmp_path: Path, family: str, stored_as: str) -> None:
     """The weights are those of the file, bit for bit, and answers differ as int8 activations make them."""
-    folder = write_tiny_model(tmp_path / "folder", family, tie_word_embeddings=True, **SIZES)
+    sizes = {**LARGE, **({"head_dim": 64} if family == "qwen3" else {})} if "K" in stored_as else SIZES
+    folder = write_tiny_model(tmp_path / "folder", family, tie_word_embeddings=True, **sizes)
     path = write_gguf(folder, tmp_path / "m.gguf", random_blocks(stored_as))
     model, exact = load(path), load(path, "dequantize")
     for name, layer in exact.named_modules():
@@ -173,25 +153,25 @@ def test_the_start_says_what_is_stored_and_what_is_dequantised(
 ) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
     folder = write_tiny_model(tmp_path / "folder", "llama", **sizes)
-    encoders = {name: random_blocks(name) for name in ("Q4_0", "Q8_0", "Q6_K")}
+    encoders = {name: random_blocks(name) for name in ("Q4_0", "Q5_0", "Q5_1")}
 
     def encode(name: str, values: Any) -> Any:
         kind = (
-            "Q6_K" if "ffn_down" in name or "token_embd" in name else "Q8_0" if "attn_v" in name else "Q4_0"
+            "Q5_0" if "ffn_down" in name or "token_embd" in name else "Q5_1" if "attn_v" in name else "Q4_0"
         )
         return encoders[kind](name, values)
 
     path = write_gguf(folder, tmp_path / "m.gguf", encode)
     model = load(path)
     kept = {name for name, each in model.named_modules() if hasattr(getattr(each, "method", None), "format")}
-    # q_proj, k_proj and v_proj are one product, and differ.
+    # q_proj, k_proj and v_proj are one product, and no kernel reads a part of it.
     layers = {
         f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.o_proj", "mlp.gate_up_proj")
     }
     assert kept == layers | {"lm_head"}
     with caplog.at_level(logging.WARNING, "nanovllm"), make_tiny(path):
         pass
-    expected = "GGUF weights are used as they are stored: 7 Q4_0; dequantised: 4 Q4_0, 3 Q6_K, 2 Q8_0; the "
+    expected = "GGUF weights are used as they are stored: 7 Q4_0; dequantised: 4 Q4_0, 3 Q5_0, 2 Q5_1; the "
     expected += (
         "activations that they multiply are rounded to 8 bits, 16 values with a scale (exact, and slower: "
     )
@@ -299,7 +279,10 @@ def test_products_of_experts(dtype: torch.dtype, rows: int) -> None:
 
 @pytest.mark.parametrize("stored_as", FORMATS)
 def test_experts_of_a_file_are_used_as_they_are_stored(tmp_path: Path, stored_as: str) -> None:
-    folder = write_tiny_model(tmp_path / "folder", "qwen3_moe", **EXPERTS, head_dim=16)
+    sizes = {**EXPERTS, "head_dim": 16}
+    if "K" in stored_as:
+        sizes |= {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+    folder = write_tiny_model(tmp_path / "folder", "qwen3_moe", **sizes)
     path = write_gguf(folder, tmp_path / "m.gguf", random_blocks(stored_as))
     method, exact = experts_of(load(path), 1), load(path, "dequantize").model.layers[1]
     [block] = [each for each in exact.modules() if hasattr(each, "experts_method")]
@@ -315,11 +298,11 @@ def test_experts_that_cannot_all_stay_are_dequantised(
 ) -> None:
     sizes = {**EXPERTS, "hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 32}
     folder = write_tiny_model(tmp_path / "folder", "qwen3_moe", **sizes)
-    encoders = {name: random_blocks(name) for name in ("Q4_0", "Q4_1", "Q6_K")}
+    encoders = {name: random_blocks(name) for name in ("Q4_0", "Q4_1", "Q5_0")}
 
     def encode(name: str, values: Any) -> Any:
         if "blk.0.ffn_down_exps" in name:
-            return encoders["Q6_K"](name, values)
+            return encoders["Q5_0"](name, values)
         return encoders["Q4_1" if "ffn_down_exps" in name else "Q4_0"](name, values)
 
     path = write_gguf(folder, tmp_path / "m.gguf", encode)
@@ -329,7 +312,7 @@ def test_experts_that_cannot_all_stay_are_dequantised(
     assert type(model.model.layers[0].mlp.experts.experts_method) is UnquantizedExpertsMethod
     with caplog.at_level(logging.WARNING, "nanovllm"), make_tiny(path):
         pass
-    assert "1 Q4_1; dequantised: 4 Q4_0, 1 Q6_K; the activations that" in caplog.text  # also routers
+    assert "1 Q4_1; dequantised: 4 Q4_0, 1 Q5_0; the activations that" in caplog.text  # also routers
     path = "model.layers.0.block_sparse_moe.experts"  # Mixtral's
     config = StoredConfig({f"{path}.{name}_proj": "Q8_0" for name in ("gate", "up", "down")})
     assert type(config.experts(path)) is IntegerExpertsMethod

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from cpu_kernel_cases import TESTS, int_linear_reference, threads
+from gguf_files import random_blocks
 
 from nanovllm.cpu import isa
 from nanovllm.cpu.kernels.int_layout import (
     FORMATS,
+    IntFormat,
     IntWeight,
     dequantised,
     from_blocks,
@@ -28,6 +30,8 @@ pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's k
 SIZES = [(16, 32), (1, 64), (100, 576), (33, 1000), (130, 1024), (17, 48)]  # n, k
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Float32 sums, and the result's own rounding.
+OF_ALL_DTYPES = ("Q4_1", "Q6_K")
+WITHOUT_SHARED = [name for name in FORMATS if not FORMATS[name].shared]  # which the package gguf can make
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
@@ -48,7 +52,7 @@ def check_all() -> None:
     for name in FORMATS:
         for n, k in SIZES:
             weight = packed(name, n, k)
-            for dtype in DTYPES if name == "Q4_1" else DTYPES[:1]:
+            for dtype in DTYPES if name in OF_ALL_DTYPES else DTYPES[:1]:
                 for rows in (1, 2, 7, 70):
                     x = torch.randn(rows, k + 3).to(dtype)[:, :k]  # rows that are not contiguous
                     bias, residual = torch.randn(n).to(dtype), torch.randn(rows, n + 5).to(dtype)[:, :n]
@@ -57,7 +61,7 @@ def check_all() -> None:
                         assert found.dtype == dtype and found.shape == (rows, n)
                         assert far(found, wanted) < TOLERANCE[dtype], (name, n, k, dtype, rows)
             ids = torch.randint(n, (9,))
-            for dtype in DTYPES if name == "Q4_1" else DTYPES[:1]:
+            for dtype in DTYPES if name in OF_ALL_DTYPES else DTYPES[:1]:
                 assert torch.equal(int_embed(ids, weight, dtype), weight.dense()[ids].to(dtype))
 
 
@@ -82,15 +86,27 @@ print(t.bits())
 """
 
 
+def largest(name: str) -> int:
+    """The largest byte of codes."""
+    return FORMATS[name].most if FORMATS[name].bits == 8 else 255
+
+
+def equal_numbers(format: IntFormat, n: int, groups: int, value: float) -> tuple[torch.Tensor, ...]:
+    """Scales and minimums that are all the same, or for K-quants opposite."""
+    if not format.shared:
+        return (torch.full((n, groups, format.numbers), value, dtype=torch.float16),)
+    common = torch.full((n, -(-groups // 8), format.numbers), value / 2, dtype=torch.float16)
+    return torch.full((n, groups, 2), 2, dtype=torch.int8), common
+
+
 def bits() -> list[int]:
     """Integer sums of products without float rounding: scales are powers of 2."""
     total = []
     for name in FORMATS:
         weight = IntWeight.zeros(FORMATS[name], 40, 96)
-        codes = torch.randint(
-            0, 256, (40, 3, FORMATS[name].code_bytes), dtype=torch.uint8, generator=seeded()
-        )
-        weight.store(0, codes, torch.full((40, 3, FORMATS[name].numbers), 0.5, dtype=torch.float16))
+        size = (40, 3, FORMATS[name].code_bytes)
+        codes = torch.randint(0, largest(name) + 1, size, dtype=torch.uint8, generator=seeded())
+        weight.store(0, codes, *equal_numbers(FORMATS[name], 40, 3, 0.5))
         x = torch.randint(-127, 128, (5, 96), generator=seeded()).float()
         x[:, ::16] = 127.0  # so the scales are 1
         total.append(int(int_linear(x, weight).double().mul(2).remainder(1e9).sum()))
@@ -114,8 +130,9 @@ def test_extreme_codes_are_exact() -> None:
     for name in FORMATS:
         for byte in (0x00, 0x80, 0xFF, 0xF0, 0x0F):
             weight = IntWeight.zeros(FORMATS[name], 16, 64)
-            codes = torch.full((16, 2, FORMATS[name].code_bytes), byte, dtype=torch.uint8)
-            weight.store(0, codes, torch.ones(16, 2, FORMATS[name].numbers, dtype=torch.float16))
+            code = min(byte, largest(name))
+            codes = torch.full((16, 2, FORMATS[name].code_bytes), code, dtype=torch.uint8)
+            weight.store(0, codes, *equal_numbers(FORMATS[name], 16, 2, 1.0))
             for value in (127.0, -127.0):
                 x = torch.full((3, 64), value)
                 assert torch.equal(int_linear(x, weight), x @ weight.dense().T), (name, byte, value)
@@ -194,24 +211,40 @@ def test_quantising_a_row_depends_neither_on_others_nor_on_threads(name: str, dt
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_packing_keeps_what_is_stored(name: str) -> None:
-    """Blocks as the package gguf writes them, at any row, through packing and back."""
-    values = np.random.default_rng(0).normal(size=(53, 320)).astype(np.float32)
+    """Blocks as the package gguf writes them, or random ones, at any row, through packing and back."""
+    k = 768 if FORMATS[name].shared else 320
+    values = np.random.default_rng(0).normal(size=(53, k)).astype(np.float32)
     kind = gguf.GGMLQuantizationType[name]
-    raw = gguf.quants.quantize(values, kind)
-    codes, scales = from_blocks(FORMATS[name], torch.from_numpy(raw).view(53, 10, -1))
+    raw = random_blocks(name)("", values)[0] if FORMATS[name].shared else gguf.quants.quantize(values, kind)
+    parts = from_blocks(FORMATS[name], torch.from_numpy(raw).view(53, k // FORMATS[name].block, -1))
     exact = torch.from_numpy(gguf.quants.dequantize(raw, kind).copy())
-    assert torch.equal(dequantised(FORMATS[name], codes, scales), exact)
-    weight = IntWeight.zeros(FORMATS[name], 70, 320)
-    weight.store(5, codes[:30], scales[:30])
-    weight.store(35, codes[30:], scales[30:])
+    assert torch.equal(dequantised(FORMATS[name], *parts), exact)
+    weight = IntWeight.zeros(FORMATS[name], 70, k)
+    weight.store(5, *(each[:30] for each in parts))
+    weight.store(35, *(each[30:] for each in parts))
     assert torch.equal(weight.dense()[5:58], exact)
     assert not weight.dense()[:5].any() and not weight.dense()[58:].any()
-    for found, wanted in zip(weight.stored(5, 53), (codes, scales), strict=True):
+    for found, wanted in zip(weight.stored(5, 53), parts, strict=True):
         assert torch.equal(found, wanted)
     assert torch.equal(weight.first_rows(40).dense(), weight.dense()[:40])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "other", "ratio"), [("Q4_K", "Q4_1", 1.01), ("Q5_K", "Q5_1", 1.1), ("Q6_K", "Q8_0", 16)]
+)
+def test_quantising_with_shared_numbers_is_near_formats_of_as_many_bits(
+    name: str, other: str, ratio: float
+) -> None:
+    """Squared errors beside gguf's of another format; with two bits less they are 16 times as large."""
+    values = np.random.default_rng(1).normal(size=(64, 500)).astype(np.float32)
+    kind = gguf.GGMLQuantizationType[other]
+    padded = np.pad(values, ((0, 0), (0, 12)))
+    theirs = gguf.quants.dequantize(gguf.quants.quantize(padded, kind), kind)[:, :500]
+    ours = dequantised(FORMATS[name], *quantise(FORMATS[name], torch.from_numpy(values))).numpy()[:, :500]
+    assert np.square(ours - values).sum() < ratio * np.square(theirs - values).sum()
+
+
+@pytest.mark.parametrize("name", WITHOUT_SHARED)
 def test_quantising_is_at_least_as_exact_as_ggufs(name: str) -> None:
     values = np.random.default_rng(1).normal(size=(64, 256)).astype(np.float32)
     kind = gguf.GGMLQuantizationType[name]
@@ -222,7 +255,7 @@ def test_quantising_is_at_least_as_exact_as_ggufs(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", WITHOUT_SHARED)
 def test_quantising_is_that_of_plain_torch(name: str, dtype: torch.dtype) -> None:
     """Also of zeros, of values so small that their scale is 0, and of groups that are not whole."""
     torch.manual_seed(2)
@@ -259,3 +292,16 @@ def test_values_that_are_not_finite_and_rows_of_zeros() -> None:
     assert torch.equal(found[3], torch.zeros(20))
     assert torch.equal(int_linear(torch.full((1, 64), 1e-38), weight), torch.zeros(1, 20))
     assert int_linear(torch.empty(0, 64), weight).shape == (0, 20)
+
+
+def test_columns_of_a_tensor_can_be_the_output() -> None:
+    """Of modules that are multiplied one after the other; what is beside them stays."""
+    weights = [packed("Q4_K", 40, 256), packed("Q6_K", 24, 256, seed=1)]
+    for dtype in DTYPES:
+        x = torch.randn(7, 256).to(dtype)
+        out = torch.full((7, 70), 5.0, dtype=dtype)
+        for weight, first in zip(weights, (0, 40), strict=True):
+            part = out[:, first : first + weight.n]
+            assert int_linear(x, weight, out=part).data_ptr() == part.data_ptr()
+            assert torch.equal(part, int_linear(x, weight))
+        assert (out[:, 64:] == 5).all()
