@@ -152,7 +152,15 @@ def test_blocks_that_span_heads(tmp_path: Path, family: str, stored_as: str) -> 
     before, after = named(folder), named(path)
     for name in before:
         torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-7, msg=name)
-    assert greedy(path, dtype="float32") == transformers_greedy(folder, PROMPT, 12)
+    answer = greedy(path, dtype="float32", quantization="dequantize")
+    assert answer == transformers_greedy(folder, PROMPT, 12)
+    model = load(path, on_cpu=True)
+    kept = [each for each in methods(model) if isinstance(each[1], IntegerLinearMethod)]
+    for module, method in kept:
+        shards = model.get_submodule(module).shards
+        own = torch.cat([after[f"{shard.module_name(module)}.weight"] for shard in shards])  # type: ignore[union-attr]
+        assert torch.equal(method.weight.dense(), own), module
+    assert kept and ("linear_attn.out_proj" in str([name for name, _ in kept])) == (across == stored_as)
 
 
 @pytest.mark.parametrize("stored_as", ["Q8_0", "Q4_0"])
