@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from nanovllm.cpu import isa
-from nanovllm.cpu.kernels.memory import zeros
 from nanovllm.kernels.compat import cpu_kernel
 from nanovllm.quantization.base import LinearMethod
 from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
@@ -42,7 +41,7 @@ class PackedLinearMethod(LinearMethod):
         self._rows, self._columns = shape
         self._options = options
         self._is_new = True  # it holds no tensor yet
-        packed = zeros(self._shape_in(options.dtype), options.dtype)
+        packed = torch.zeros(self._shape_in(options.dtype), dtype=options.dtype)
         self.weight = nn.Parameter(packed, requires_grad=False)
         layer.register_parameter("weight", self.weight)
         return shards
@@ -79,7 +78,7 @@ class PackedLinearMethod(LinearMethod):
         """Have memory in `dtype`, with the present content."""
         if self.weight.dtype == dtype:
             return
-        packed = zeros(self._shape_in(dtype), dtype)
+        packed = torch.zeros(self._shape_in(dtype), dtype=dtype)
         if not self._is_new:
             old = cpu_kernel("matmul.unpacked")(self.weight.data)[: self._rows]
             cpu_kernel("matmul.copy_rows")(packed, old, 0, 0)

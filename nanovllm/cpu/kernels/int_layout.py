@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.cpu.kernels.memory import zeros
 from nanovllm.kernels.kinds import Kinds
 
 GROUP = 32  # inputs that share a scale
@@ -98,7 +97,7 @@ class IntWeight:
         if format.shared:
             used += -(-groups // format.shared) * LANES * 2 * format.numbers
         shape = -(-n // LANES), -(-used // _LINE) * _LINE
-        data = zeros(shape, torch.uint8, device)
+        data = torch.zeros(shape, dtype=torch.uint8, device=device)
         return cls(format, n, k, data)
 
     @property
@@ -165,7 +164,7 @@ class IntExperts:
     @classmethod
     def zeros(cls, format: IntFormat, experts: int, n: int, k: int, device: torch.device) -> IntExperts:
         one = IntWeight.zeros(format, n, k, device).data
-        return cls(format, n, k, zeros((experts, *one.shape), torch.uint8, device))
+        return cls(format, n, k, one.new_zeros(experts, *one.shape))
 
     @property
     def shape(self) -> tuple[int, int, int]:
