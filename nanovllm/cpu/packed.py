@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from nanovllm.cpu import isa
+from nanovllm.kernels.activation import Activation
 from nanovllm.kernels.compat import cpu_kernel
-from nanovllm.quantization.base import LinearMethod
+from nanovllm.quantization.base import Gated, LinearMethod, Normed
 from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
@@ -87,6 +88,16 @@ class PackedLinearMethod(LinearMethod):
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.flatten(0, -2)
         return self._product(rows, bias, None).unflatten(0, x.shape[:-1])
+
+    def apply_to_normed(
+        self, x: Normed, bias: torch.Tensor | None = None, activation: Activation | None = None
+    ) -> torch.Tensor | Gated:
+        if activation is not None and bias is None:
+            gated = cpu_kernel("gated_matmul.gated_matmul")
+            found: torch.Tensor | None = gated(x.tensor(), self.weight, self._rows, activation.kind)
+            if found is not None:
+                return found
+        return super().apply_to_normed(x, bias, activation)
 
     def apply_and_add(
         self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None

@@ -16,15 +16,15 @@ _ALPHA, _LIMIT = 1.702, 7.0
 _ROOT, _CUBIC = 0.7978845608028654, 0.044715
 
 
-def _make(dtype: str, kind: str) -> Callable[..., None]:
+def make_gated(kind: str) -> Callable[..., object]:
+    """(16 values of the gate, 16 of up) -> their product after the activation; for kernels."""
     from numpy import float32
 
     from nanovllm.cpu.kernels import vector_math as m
     from nanovllm.cpu.kernels import vectors as v
 
-    (load, store), (load_part, store_part) = v.WHOLE[dtype], v.PART[dtype]
     add, sub, mul, div, splat, minimum, maximum = v.add, v.sub, v.mul, v.div, v.splat, v.minimum, v.maximum
-    exp, erfc, size, piece = v.exp, m.erfc, v.SIZES[dtype], _PIECE
+    exp, erfc = v.exp, m.erfc
     alpha, limit, root, cubic = (float32(each) for each in (_ALPHA, _LIMIT, _ROOT, _CUBIC))
     one, half, root_half = float32(1.0), float32(0.5), float32(0.5**0.5)
 
@@ -44,7 +44,15 @@ def _make(dtype: str, kind: str) -> Callable[..., None]:
         return mul(div(gate, add(splat(one), exp(mul(gate, splat(-alpha))))), up)
 
     functions = {"": silu, "erf": gelu, "tanh": gelu_tanh, "clamped": clamped}
-    gated = jit(Kinds("activation", functions)[kind])
+    gated: Callable[..., object] = jit(Kinds("activation", functions)[kind])
+    return gated
+
+
+def _make(dtype: str, kind: str) -> Callable[..., None]:
+    from nanovllm.cpu.kernels import vectors as v
+
+    (load, store), (load_part, store_part) = v.WHOLE[dtype], v.PART[dtype]
+    gated, size, piece = make_gated(kind), v.SIZES[dtype], _PIECE
 
     def silu_and_mul(
         x: Address, out: Address, x_stride: int, n: int, pieces: int, program: int, thread: int

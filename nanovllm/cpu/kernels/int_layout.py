@@ -1,7 +1,7 @@
 """IntWeight: a weight of 8 or 4 bits in groups of 32 inputs, packed for products on CPUs; in torch.
 
-The formats are those of GGUF. A value is code * scale, in some plus a minimum; codes are unsigned: Q8_0, Q4_0
-and Q6_K subtract 128, 8 and 32 from them. The codes of Q5_K and Q6_K are bytes. Knows no kernel and no file.
+The formats are those of GGUF. A value is code * scale, in some plus a minimum; codes are unsigned: formats
+without a minimum subtract a middle from them. Codes of 5 and 6 bits are bytes. Knows no kernel and no file.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ FORMATS = {
         IntFormat("Q8_0", 8, 128, 1, most=255),
         IntFormat("Q4_0", 4, 8, 1),
         IntFormat("Q4_1", 4, 0, 2),
+        IntFormat("Q5_0", 8, 16, 1, most=31),
+        IntFormat("Q5_1", 8, 0, 2, most=31),
         IntFormat("Q4_K", 4, 0, 2, shared=8),
         IntFormat("Q5_K", 8, 0, 2, shared=8, most=31),
         IntFormat("Q6_K", 8, 32, 1, shared=8, most=63),
@@ -205,13 +207,30 @@ def dequantised(format: IntFormat, codes: torch.Tensor, *numbers: torch.Tensor) 
 
 def from_blocks(format: IntFormat, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """GGUF's blocks [n, blocks, bytes] uint8 -> codes and numbers, as `IntWeight.store` takes them."""
-    if format.shared:
-        return _from_shared(format, blocks)
-    first = 2 * format.numbers
-    codes = blocks[..., first:].contiguous()
-    if format.bits == 8:
-        codes = codes ^ 0x80
-    return codes, blocks[..., :first].contiguous().view(torch.float16)
+    codes, *numbers = _UNPACKED[format.name](blocks)
+    if not format.shared:
+        [scales] = numbers
+        return codes, scales.contiguous().view(torch.float16)
+    multiples, common = numbers
+    multiples = multiples.contiguous().view(torch.int8).flatten(1).unflatten(1, (-1, 2))
+    return _packed_codes(format, codes), multiples, common.contiguous().view(torch.float16)
+
+
+def _from_bytes(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    scales, codes = blocks.split((2, 32), -1)
+    return codes ^ 0x80, scales
+
+
+def _from_nibbles(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    scales, codes = blocks.split((blocks.shape[-1] - 16, 16), -1)
+    return codes.contiguous(), scales
+
+
+def _from_five_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The fifth bits of 32 codes are a word of 4 bytes."""
+    scales, high, low = blocks.split((blocks.shape[-1] - 20, 4, 16), -1)
+    fifth = torch.stack([high >> bit & 1 for bit in range(8)], -1).flatten(-2)
+    return torch.cat([low & 15, low >> 4], -1) | fifth << 4, scales
 
 
 def _half_bytes(part: torch.Tensor, run: int) -> torch.Tensor:
@@ -251,16 +270,17 @@ def _from_q6_k(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return _half_bytes(low, 64) | upper << 4, multiples, common
 
 
-# Blocks of 8 groups -> codes [n, blocks, 256], multiples and common numbers. The layouts are those of
-# block_q4_K, block_q5_K and block_q6_K in ggml-common.h of llama.cpp.
-_UNPACKED = Kinds("format", {"Q4_K": _from_q4_k, "Q5_K": _from_q5_k, "Q6_K": _from_q6_k})
-
-
-def _from_shared(format: IntFormat, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`from_blocks` of blocks whose groups share numbers."""
-    codes, multiples, common = _UNPACKED[format.name](blocks)
-    multiples = multiples.contiguous().view(torch.int8).flatten(1).unflatten(1, (-1, 2))
-    return _packed_codes(format, codes), multiples, common.contiguous().view(torch.float16)
+# Blocks [n, blocks, bytes] -> codes and scales; of 8 groups, codes [n, blocks, 256], multiples and common
+# numbers. The layouts are those of `block_q4_0`, `block_q4_K` and so on in ggml-common.h of llama.cpp.
+_UNPACKED = Kinds(
+    "format",
+    {
+        "Q8_0": _from_bytes,
+        **{"Q4_0": _from_nibbles, "Q4_1": _from_nibbles},
+        **{"Q5_0": _from_five_bits, "Q5_1": _from_five_bits},
+        **{"Q4_K": _from_q4_k, "Q5_K": _from_q5_k, "Q6_K": _from_q6_k},
+    },
+)
 
 
 def _packed_codes(format: IntFormat, codes: torch.Tensor) -> torch.Tensor:
@@ -297,9 +317,11 @@ def quantise_shared(format: IntFormat, values: torch.Tensor) -> tuple[torch.Tens
 
 
 def quantise_reference(format: IntFormat, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantise` of `int_quantise.py` in plain torch, for finite values."""
+    """`quantise` of `int_quantise.py` in plain torch, for finite values; also of formats without shared
+    numbers for which it has no kernel."""
     x = torch.nn.functional.pad(values.float(), (0, -values.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    if format.bits == 8:
+    most = format.most
+    if most == 255:
         scale = (x.abs().amax(-1, keepdim=True) / 127).half()
         return (_divided(x, scale).clamp(-127, 127) + 128).to(torch.uint8), scale
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
@@ -307,11 +329,11 @@ def quantise_reference(format: IntFormat, values: torch.Tensor) -> tuple[torch.T
     for factor in FACTORS:
         if format.numbers == 2:
             minimum = (low + (high - low) * (1 - factor) / 2).clamp_max(high).half()
-            found = [((high - low) * factor / 15).half(), minimum]
+            found = [((high - low) * factor / most).half(), minimum]
         else:
-            found = [(torch.where(high > -low, high, low) * factor / -8).half()]
+            found = [(torch.where(high > -low, high, low) * factor / -format.middle).half()]
         offset = found[1].float() if format.numbers == 2 else 0.0
-        codes = (_divided(x - offset, found[0]) + format.middle).clamp_(0, 15)
+        codes = (_divided(x - offset, found[0]) + format.middle).clamp_(0, most)
         error = ((codes - format.middle) * found[0].float() + offset - x).square_().sum(-1, keepdim=True)
         if not best:
             best = [error, codes, torch.cat(found, -1)]
@@ -319,8 +341,7 @@ def quantise_reference(format: IntFormat, values: torch.Tensor) -> tuple[torch.T
         better = error < best[0]
         new = error, codes, torch.cat(found, -1)
         best = [torch.where(better, each, old) for each, old in zip(new, best, strict=True)]
-    codes = best[1].to(torch.uint8)
-    return codes[..., :16] | codes[..., 16:] << 4, best[2]
+    return _packed_codes(format, best[1].nan_to_num(0).to(torch.uint8)), best[2]
 
 
 def _divided(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

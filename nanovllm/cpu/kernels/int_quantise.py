@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from nanovllm.cpu.kernels.int_layout import FACTORS, FORMATS, GROUP, IntFormat, quantise_shared
+from nanovllm.cpu.kernels.int_layout import (
+    FACTORS,
+    FORMATS,
+    GROUP,
+    IntFormat,
+    quantise_reference,
+    quantise_shared,
+)
 from nanovllm.cpu.kernels.launch import DTYPES, Address, Kernel
 from nanovllm.cpu.kernels.native import jit
 
@@ -108,6 +115,8 @@ def quantise(format: IntFormat, values: torch.Tensor) -> tuple[torch.Tensor, ...
     """
     if format.shared:
         return quantise_shared(format, values)
+    if format.bits == 8 and format.most < 255:
+        return quantise_reference(format, values)
     n, k = values.shape
     values = values if values.stride(1) == 1 else values.contiguous()
     groups = -(-k // GROUP)

@@ -19,7 +19,7 @@ from nanovllm.cpu.kernels.native import jit
 from nanovllm.cpu.kernels.team import team_size
 from nanovllm.kernels.kinds import Kinds
 
-_COLUMNS = 64
+COLUMNS = 64
 _DEPTH = Kinds("dtype of packed weights", {"float32": 1, "bfloat16": 2, "float16": 1})  # neighbours along K
 _MATRICES = "matrices"  # in place of a dtype of activations: bfloat16, by AMX
 # Rows of a program: they stay in the cache while the blocks of the weight go by, which AMX needs less often.
@@ -31,7 +31,7 @@ _SUMMED = Kinds("activation", {"float32": "float32", "bfloat16": "bfloat16", _MA
 def packed_shape(shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, ...]:
     """The shape of a packed weight [N, K]; in bfloat16 K must be even."""
     depth = _DEPTH[DTYPES[dtype]]
-    whole = -(-shape[0] // _COLUMNS), shape[1] // depth, _COLUMNS
+    whole = -(-shape[0] // COLUMNS), shape[1] // depth, COLUMNS
     return (*whole, depth) if depth > 1 else whole
 
 
@@ -56,14 +56,14 @@ def copy_rows(packed: torch.Tensor, source: torch.Tensor, row: int, column: int)
         view = view[:, :, column : column + source.shape[1]]
     done, end = 0, len(source)
     while done < end:
-        block, first = divmod(row + done, _COLUMNS)
-        if first == 0 and end - done >= _COLUMNS:
-            blocks = (end - done) // _COLUMNS
-            part = source[done : done + blocks * _COLUMNS]
-            view[block : block + blocks].copy_(part.unflatten(0, (blocks, _COLUMNS)))
-            done += blocks * _COLUMNS
+        block, first = divmod(row + done, COLUMNS)
+        if first == 0 and end - done >= COLUMNS:
+            blocks = (end - done) // COLUMNS
+            part = source[done : done + blocks * COLUMNS]
+            view[block : block + blocks].copy_(part.unflatten(0, (blocks, COLUMNS)))
+            done += blocks * COLUMNS
         else:
-            count = min(_COLUMNS - first, end - done)
+            count = min(COLUMNS - first, end - done)
             view[block, first : first + count].copy_(source[done : done + count])
             done += count
 
@@ -105,7 +105,33 @@ class PackedExperts:
         return torch.stack([unpacked(each)[: self.n] for each in self.data])
 
 
-def _make_product(activation: str, weight: str) -> Callable[..., None]:
+class Form(NamedTuple):
+    """What programs of products have, by the kind of activations and the dtype of the weight."""
+
+    by_matrices: bool
+    chunk: int  # rows of a program
+    most: int  # rows of a product
+    x_size: int  # bytes of an activation
+    depth: int  # neighbours along K
+    block_bytes: int  # of a block, for each K
+    sums_bytes: int  # of the sums of a product
+
+
+def form_of(activation: str, weight: str) -> Form:
+    by_matrices = activation == _MATRICES
+    if by_matrices:
+        most = _SUMS[activation]
+    else:
+        from nanovllm.cpu.kernels.tiles import most_rows
+
+        most = most_rows()
+    sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
+    x_size, block_bytes = sizes[_SUMMED[activation]], COLUMNS * sizes[weight]
+    sums_bytes = _SUMS[activation] * COLUMNS * 4
+    return Form(by_matrices, _CHUNK[activation], most, x_size, _DEPTH[weight], block_bytes, sums_bytes)
+
+
+def make_product(activation: str, weight: str) -> Callable[..., None]:
     """(rows, sums, x, x_stride, w, ahead, steps): a few rows times a block, see `make_tile`."""
     from nanovllm.cpu.kernels import vectors as v
     from nanovllm.cpu.kernels.matrices import product
@@ -134,7 +160,7 @@ def _make_finish(result: str) -> Callable[..., None]:
     from nanovllm.cpu.kernels import vectors as v
 
     load, store = v.WHOLE[result]
-    size, add, load_f32, line = v.SIZES[result], v.add, v.load_f32, 4 * _COLUMNS
+    size, add, load_f32, line = v.SIZES[result], v.add, v.load_f32, 4 * COLUMNS
 
     def finish(
         rows: int, sums: int, out: int, stride: int, bias: int, residual: int, residual_stride: int
@@ -161,17 +187,13 @@ def _make_finish(result: str) -> Callable[..., None]:
 def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
     from nanovllm.cpu.kernels import vectors as v
     from nanovllm.cpu.kernels.matrices import configure, release
-    from nanovllm.cpu.kernels.tiles import most_rows
 
     load, store = v.WHOLE[result]
     load_part, store_part = v.PART[result]
     size, add, load_f32 = v.SIZES[result], v.add, v.load_f32
-    product, finish = _make_product(activation, weight), _make_finish(result)
-    by_matrices, chunk, columns = activation == _MATRICES, _CHUNK[activation], _COLUMNS
-    most = _SUMS[activation] if by_matrices else most_rows()
-    x_size, steps_of = v.SIZES[_SUMMED[activation]], _DEPTH[weight]
-    block_bytes = columns * v.SIZES[weight]
-    sums_bytes = _SUMS[activation] * columns * 4
+    product, finish = make_product(activation, weight), _make_finish(result)
+    by_matrices, chunk, most, x_size, steps_of, block_bytes, sums_bytes = form_of(activation, weight)
+    columns = COLUMNS
     scratch_bytes = sums_bytes + isa.MATRIX_CONFIG
 
     def matmul(
@@ -276,7 +298,7 @@ def _make_embed(weight: str, result: str) -> Callable[..., None]:
     get_i64 = v.get_i64
     get = v.GET[weight]
     put = {"float32": v.set_f32, "bfloat16": v.set_bf16, "float16": v.set_f16}[result]
-    size, out_size, columns, pairs = v.SIZES[weight], v.SIZES[result], _COLUMNS, _DEPTH[weight] > 1
+    size, out_size, columns, pairs = v.SIZES[weight], v.SIZES[result], COLUMNS, _DEPTH[weight] > 1
 
     def embed(ids: Address, packed: Address, out: Address, k: int, program: int, thread: int) -> None:
         token = get_i64(ids + 8 * program)
@@ -312,6 +334,12 @@ def _activation(x: torch.Tensor, packed: torch.Tensor, k: int) -> str:
     return _MATRICES if isa.has_matrices() and k % isa.MATRIX_STEP == 0 else "bfloat16"
 
 
+def operand(x: torch.Tensor, packed: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """How x is multiplied, and x as it is read then."""
+    activation = _activation(x, packed, x.shape[1])
+    return activation, x if DTYPES[x.dtype] == _SUMMED[activation] else widened(x)
+
+
 def matmul(
     x: torch.Tensor,
     packed: torch.Tensor,
@@ -326,11 +354,10 @@ def matmul(
     """
     rows, k = x.shape
     out = empty((rows, n), x.dtype)
-    activation = _activation(x, packed, k)
-    y = x if DTYPES[x.dtype] == _SUMMED[activation] else widened(x)
+    activation, y = operand(x, packed)
     variant = activation, DTYPES[packed.dtype], DTYPES[x.dtype]
-    blocks = -(-n // _COLUMNS)
-    memory = scratch(_SUMS[activation] * _COLUMNS * 4 + isa.MATRIX_CONFIG)
+    blocks = -(-n // COLUMNS)
+    memory = scratch(_SUMS[activation] * COLUMNS * 4 + isa.MATRIX_CONFIG)
     other = 0 if residual is None else residual.stride(0)
     programs = blocks * -(-rows // _CHUNK[activation])
     _KERNEL.launch(

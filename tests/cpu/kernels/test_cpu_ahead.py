@@ -62,7 +62,8 @@ def test_a_start_finds_the_kernels_of_its_model_and_no_others(
             params = SamplingParams(
                 temperature=temperature, top_p=0.9, max_tokens=4, repetition_penalty=penalty
             )
-            llm.generate(["What is 2 + 3?", "What is 2 + 4?"], params, use_tqdm=False)
+            many = "What is 2 + 3? And 4 + 5, 6 + 7, 8 + 9?"  # more rows than FEW_ROWS
+            llm.generate([f"{many} 2", f"{many} 4"], params, use_tqdm=False)
     assert set(asked) == used | {(make,) for make in OWN} and len(used) >= 10
 
 

@@ -135,7 +135,7 @@ def test_ranks_that_would_split_a_group_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stored_as", FORMATS)
 def test_a_file_is_used_as_it_is_stored(tmp_path: Path, family: str, stored_as: str) -> None:
     """The weights are those of the file, bit for bit, and answers differ as int8 activations make them."""
-    sizes = {**LARGE, **({"head_dim": 64} if family == "qwen3" else {})} if "K" in stored_as else SIZES
+    sizes = {**LARGE, **({"head_dim": 64} if family == "qwen3" else {})} if "_K" in stored_as else SIZES
     folder = write_tiny_model(tmp_path / "folder", family, tie_word_embeddings=True, **sizes)
     path = write_gguf(folder, tmp_path / "m.gguf", random_blocks(stored_as))
     model, exact = load(path), load(path, "dequantize")
@@ -153,11 +153,11 @@ def test_the_start_says_what_is_stored_and_what_is_dequantised(
 ) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
     folder = write_tiny_model(tmp_path / "folder", "llama", **sizes)
-    encoders = {name: random_blocks(name) for name in ("Q4_0", "Q5_0", "Q5_1")}
+    encoders = {name: random_blocks(name) for name in ("Q4_0", "Q3_K", "Q2_K")}
 
     def encode(name: str, values: Any) -> Any:
         kind = (
-            "Q5_0" if "ffn_down" in name or "token_embd" in name else "Q5_1" if "attn_v" in name else "Q4_0"
+            "Q3_K" if "ffn_down" in name or "token_embd" in name else "Q2_K" if "attn_v" in name else "Q4_0"
         )
         return encoders[kind](name, values)
 
@@ -171,7 +171,7 @@ def test_the_start_says_what_is_stored_and_what_is_dequantised(
     assert kept == layers | {"lm_head"}
     with caplog.at_level(logging.WARNING, "nanovllm"), make_tiny(path):
         pass
-    expected = "GGUF weights are used as they are stored: 7 Q4_0; dequantised: 4 Q4_0, 3 Q5_0, 2 Q5_1; the "
+    expected = "GGUF weights are used as they are stored: 7 Q4_0; dequantised: 2 Q2_K, 3 Q3_K, 4 Q4_0; the "
     expected += (
         "activations that they multiply are rounded to 8 bits, 16 values with a scale (exact, and slower: "
     )
@@ -298,11 +298,11 @@ def test_experts_that_cannot_all_stay_are_dequantised(
 ) -> None:
     sizes = {**EXPERTS, "hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 32}
     folder = write_tiny_model(tmp_path / "folder", "qwen3_moe", **sizes)
-    encoders = {name: random_blocks(name) for name in ("Q4_0", "Q4_1", "Q5_0")}
+    encoders = {name: random_blocks(name) for name in ("Q4_0", "Q4_1", "Q3_K")}
 
     def encode(name: str, values: Any) -> Any:
         if "blk.0.ffn_down_exps" in name:
-            return encoders["Q5_0"](name, values)
+            return encoders["Q3_K"](name, values)
         return encoders["Q4_1" if "ffn_down_exps" in name else "Q4_0"](name, values)
 
     path = write_gguf(folder, tmp_path / "m.gguf", encode)
@@ -312,7 +312,7 @@ def test_experts_that_cannot_all_stay_are_dequantised(
     assert type(model.model.layers[0].mlp.experts.experts_method) is UnquantizedExpertsMethod
     with caplog.at_level(logging.WARNING, "nanovllm"), make_tiny(path):
         pass
-    assert "1 Q4_1; dequantised: 4 Q4_0, 1 Q5_0; the activations that" in caplog.text  # also routers
+    assert "1 Q4_1; dequantised: 1 Q3_K, 4 Q4_0; the activations that" in caplog.text  # also routers
     path = "model.layers.0.block_sparse_moe.experts"  # Mixtral's
     config = StoredConfig({f"{path}.{name}_proj": "Q8_0" for name in ("gate", "up", "down")})
     assert type(config.experts(path)) is IntegerExpertsMethod

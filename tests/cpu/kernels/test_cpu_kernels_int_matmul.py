@@ -250,12 +250,12 @@ def test_quantising_is_at_least_as_exact_as_ggufs(name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     theirs = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
     ours = dequantised(FORMATS[name], *quantise(FORMATS[name], torch.from_numpy(values))).numpy()
-    limit = 1.01 if name == "Q8_0" else 0.97
+    limit = 1.01 if name == "Q8_0" else 0.97 if FORMATS[name].bits == 4 else 1.0
     assert np.square(ours - values).sum() < limit * np.square(theirs - values).sum()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", WITHOUT_SHARED)
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1"])  # by a kernel
 def test_quantising_is_that_of_plain_torch(name: str, dtype: torch.dtype) -> None:
     """Also of zeros, of values so small that their scale is 0, and of groups that are not whole."""
     torch.manual_seed(2)

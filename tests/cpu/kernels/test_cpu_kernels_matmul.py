@@ -10,6 +10,8 @@ from cpu_kernel_cases import threads
 from tensors import BF16, F16, F32, randn
 
 from nanovllm.cpu import isa
+from nanovllm.cpu.kernels.activation import silu_and_mul
+from nanovllm.cpu.kernels.gated_matmul import FEW_ROWS, gated_matmul
 from nanovllm.cpu.kernels.matmul import copy_rows, embed, matmul, packed_shape, unpacked, widened
 
 pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs the CPU's kernels")
@@ -71,6 +73,26 @@ def test_an_odd_number_of_steps(dtype: torch.dtype) -> None:
     for rows in (1, 2, 3, 11):
         x, residual = part(rows, k, dtype, 2), part(rows, 70, dtype, 3)
         assert_product(matmul(x, packed, 70, bias, residual), x, weight, bias, residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_products_have_the_bits_of_two_kernels(dtype: torch.dtype) -> None:
+    """`test_cpu_levels.py` runs this one for each level."""
+    for n, k in ((256, 64), (384, 50)):
+        packed = pack(randn(n, k, dtype=dtype))
+        for rows in (17, 32, 97, 300):
+            x = part(rows, k, dtype, 2)
+            for kind in ("", "erf", "tanh", "clamped"):
+                found = gated_matmul(x, packed, n, kind)
+                assert found is not None and torch.equal(found, silu_and_mul(matmul(x, packed, n), kind))
+                for number in (1, 3):
+                    with threads(number):
+                        assert torch.equal(gated_matmul(x, packed, n, kind), found)
+        assert gated_matmul(x[:FEW_ROWS], packed, n, "") is None
+
+
+def test_halves_without_whole_blocks_are_not_gated() -> None:
+    assert gated_matmul(randn(40, 64), pack(randn(320, 64)), 320, "") is None
 
 
 def test_fewer_columns_than_the_weight_has_and_no_rows() -> None:

@@ -38,6 +38,7 @@ FILES = sorted(HERE.glob("test_cpu_kernels_*.py"))
 # Each level compiles every kernel anew: a few kernels in each run, all of them with -m full.
 FEW = [HERE / f"test_cpu_kernels_{name}.py" for name in ("norm", "activation", "dtypes")]
 FEW.append(HERE / "test_cpu_kernels_matmul.py::test_an_odd_number_of_steps")
+FEW.append(HERE / "test_cpu_kernels_matmul.py::test_gated_products_have_the_bits_of_two_kernels")
 WHOLE = [
     pytest.param(FEW[:1], id="one"),
     pytest.param(FEW, id="few", marks=pytest.mark.full),
