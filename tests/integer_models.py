@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checked_llm import make_tiny
 
 from nanovllm import SamplingParams
 from nanovllm.attention.reference import ReferenceBackend
+from nanovllm.cpu import isa
 from nanovllm.layers.weights import allocate
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import load_model_config
@@ -20,6 +22,12 @@ from nanovllm.quantization.shards import WeightOptions
 LARGE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}  # of whole blocks of K-quants
 PROMPT = [5, 17, 3, 42, 8, 11, 29]
 SCORED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+
+
+@pytest.fixture
+def without_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a CPU without AMX, which keeps weights of all formats."""
+    monkeypatch.setattr(isa, "has_matrices", lambda: False)
 
 
 def load(path: Path, quantization: str | None = None, tp: TPGroup | None = None) -> DecoderForCausalLM:

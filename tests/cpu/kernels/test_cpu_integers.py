@@ -11,7 +11,7 @@ import torch
 from checked_llm import make_tiny
 from cpu_kernel_cases import int_linear_reference
 from gguf_files import random_blocks
-from integer_models import LARGE, PROMPT, SCORED, load, prompt_logprobs
+from integer_models import LARGE, PROMPT, SCORED, load, prompt_logprobs, without_matrices  # noqa: F401
 from safetensors.torch import load_file
 from tiny_models import write_tiny_model
 
@@ -131,6 +131,7 @@ def test_ranks_that_would_split_a_group_are_refused(tmp_path: Path) -> None:
 # -- GGUF files ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("without_matrices")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("stored_as", FORMATS)
 def test_a_file_is_used_as_it_is_stored(tmp_path: Path, family: str, stored_as: str) -> None:
@@ -277,6 +278,7 @@ def test_products_of_experts(dtype: torch.dtype, rows: int) -> None:
         assert not found[slots < 0].any()
 
 
+@pytest.mark.usefixtures("without_matrices")
 @pytest.mark.parametrize("stored_as", FORMATS)
 def test_experts_of_a_file_are_used_as_they_are_stored(tmp_path: Path, stored_as: str) -> None:
     sizes = {**EXPERTS, "head_dim": 16}

@@ -10,11 +10,12 @@ import pytest
 import torch
 from checked_llm import make_tiny
 from gguf_files import random_blocks
-from integer_models import PROMPT, SCORED, load, prompt_logprobs
+from integer_models import PROMPT, SCORED, load, prompt_logprobs, without_matrices  # noqa: F401
 from safetensors.torch import load_file
 from tiny_models import write_tiny_model
 
 from nanovllm.cpu import isa
+from nanovllm.cpu.integers import IntegerLinearMethod, StoredConfig
 from nanovllm.parallel.group import TPGroup
 from tools.write_gguf import write_gguf
 
@@ -34,6 +35,7 @@ def as_q4_k_m(folder: Path, target: Path) -> Path:
     return write_gguf(folder, target, encode)
 
 
+@pytest.mark.usefixtures("without_matrices")
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # without and with biases
 def test_a_file_of_mixed_types_is_used_as_it_is_stored(
     tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
@@ -62,9 +64,20 @@ def test_a_file_of_mixed_types_is_used_as_it_is_stored(
     assert torch.equal(torch.cat(halves), own)
 
 
+@pytest.mark.usefixtures("without_matrices")
 def test_ranks_that_would_split_a_block_of_k_quants_are_refused(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "folder", "llama", hidden_size=256, intermediate_size=768)
     path = as_q4_k_m(folder, tmp_path / "m.gguf")
     with pytest.raises(ValueError, match=r"inputs in groups of 256 cannot be split into parts of \d+; use"):
         load(path, tp=TPGroup(0, 2))
     load(path, "dequantize", TPGroup(0, 2))
+
+
+def test_amx_keeps_formats_that_are_as_fast_as_their_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = {"model.layers.0.mlp.down_proj": "Q4_K", "model.layers.1.mlp.down_proj": "Q8_0"}
+    for matrices, kept in ((True, [None, "Q8_0"]), (False, ["Q4_K", "Q8_0"])):
+        monkeypatch.setattr(isa, "has_matrices", lambda found=matrices: found)
+        quant = StoredConfig(types).on((0, 0))
+        methods = [quant.method(path, "linear") for path in types]
+        found = [each.format.name if isinstance(each, IntegerLinearMethod) else None for each in methods]
+        assert found == kept

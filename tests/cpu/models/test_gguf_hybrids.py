@@ -21,6 +21,7 @@ from test_models import forward, load
 from tiny_models import transformers_greedy, transformers_logits, write_tiny_model
 
 from nanovllm import ModelLoadError, SamplingParams
+from nanovllm.cpu import isa
 from nanovllm.cpu.integers import IntegerExpertsMethod, IntegerLinearMethod
 from nanovllm.layers.weights import methods
 from nanovllm.models.registry import load_model_config, open_checkpoint
@@ -138,7 +139,9 @@ def write_both(folder: Path, target: Path, encode: Encode) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(("family", "stored_as"), [("qwen3_5", "Q4_K"), ("qwen3_next", "Q6_K")])
-def test_blocks_that_span_heads(tmp_path: Path, family: str, stored_as: str) -> None:
+def test_blocks_that_span_heads(
+    tmp_path: Path, family: str, stored_as: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks of 256 values, and value heads of 32."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "linear_num_value_heads": 8, "head_dim": 64}
     experts = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "num_experts": 4}
@@ -154,6 +157,7 @@ def test_blocks_that_span_heads(tmp_path: Path, family: str, stored_as: str) -> 
         torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-7, msg=name)
     answer = greedy(path, dtype="float32", quantization="dequantize")
     assert answer == transformers_greedy(folder, PROMPT, 12)
+    monkeypatch.setattr(isa, "has_matrices", lambda: False)
     model = load(path, on_cpu=True)
     kept = [each for each in methods(model) if isinstance(each[1], IntegerLinearMethod)]
     for module, method in kept:
