@@ -70,7 +70,7 @@ def _load(weight: IntWeight, shard: WeightShard, source: WeightSource, as_stored
             parts = from_blocks(weight.format, source.blocks(some, columns))
         else:
             parts = quantise(weight.format, source[some, columns])
-        weight.store(first + start - rows.start, *parts)
+        weight.store(first + start - rows.start, parts)
 
 
 class IntegerLinearMethod(LinearMethod):
@@ -242,7 +242,8 @@ class IntegerConfig(QuantConfig):
 @dataclass(frozen=True)
 class StoredConfig(QuantConfig):
     """A GGUF file: weights in one of `formats` stay as they are stored, others are dequantised. The modules
-    of one product all stay, or none does, and so do the experts of a layer, whose gate and up have one format.
+    of one product all stay, or none does, and so do the experts of a layer, whose gate and up have one
+    format.
     """
 
     types: Mapping[str, str] = field(default_factory=dict, hash=False)  # of quantised modules, by their path

@@ -122,13 +122,14 @@ class IntWeight:
         multiples = view(self.groups, 2, torch.int8)
         return [words, multiples, view(-(-self.groups // format.shared), format.numbers, torch.float16)]
 
-    def store(self, first: int, codes: torch.Tensor, *numbers: torch.Tensor) -> None:
-        """Fill the outputs from `first` on: codes [n, groups, code_bytes] uint8, and as `from_blocks` gives
-        them scales [n, groups, numbers] float16, or multiples [n, groups, 2] int8 and the scales of those
-        that share them.
+    def store(self, first: int, parts: tuple[torch.Tensor, ...]) -> None:
+        """Fill the outputs from `first` on. parts, as `from_blocks` gives them: codes [n, groups, code_bytes]
+        uint8 and scales [n, groups, numbers] float16, or multiples [n, groups, 2] int8 and the scales of
+        those that share them.
 
         They may be those of fewer groups than the weight has.
         """
+        codes, *numbers = parts
         start = min(len(codes), -first % LANES)  # of whole blocks
         end = start + (len(codes) - start) // LANES * LANES
         whole = slice((first + start) // LANES, (first + end) // LANES)

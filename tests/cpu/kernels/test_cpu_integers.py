@@ -257,7 +257,7 @@ def test_products_of_experts(dtype: torch.dtype, rows: int) -> None:
     for weights in (gate_up, down):
         for expert in range(experts):
             values = torch.randn(weights.n, weights.k) / 8
-            weights[expert].store(0, *quantise(weights.format, values))
+            weights[expert].store(0, quantise(weights.format, values))
     x = torch.randn(rows, hidden).to(dtype)
     logits = torch.randn(rows, experts).index_fill(1, torch.tensor([3]), -100.0)
     slots = torch.arange(rows).index_fill(0, torch.arange(0, rows, 4), -1) if rows > 1 else None

@@ -38,7 +38,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 def packed(name: str, n: int, k: int, seed: int = 0) -> IntWeight:
     torch.manual_seed(seed)
     weight = IntWeight.zeros(FORMATS[name], n, k)
-    weight.store(0, *quantise(FORMATS[name], torch.randn(n, k)))
+    weight.store(0, quantise(FORMATS[name], torch.randn(n, k)))
     return weight
 
 
@@ -106,7 +106,7 @@ def bits() -> list[int]:
         weight = IntWeight.zeros(FORMATS[name], 40, 96)
         size = (40, 3, FORMATS[name].code_bytes)
         codes = torch.randint(0, largest(name) + 1, size, dtype=torch.uint8, generator=seeded())
-        weight.store(0, codes, *equal_numbers(FORMATS[name], 40, 3, 0.5))
+        weight.store(0, (codes, *equal_numbers(FORMATS[name], 40, 3, 0.5)))
         x = torch.randint(-127, 128, (5, 96), generator=seeded()).float()
         x[:, ::16] = 127.0  # so the scales are 1
         total.append(int(int_linear(x, weight).double().mul(2).remainder(1e9).sum()))
@@ -132,7 +132,7 @@ def test_extreme_codes_are_exact() -> None:
             weight = IntWeight.zeros(FORMATS[name], 16, 64)
             code = min(byte, largest(name))
             codes = torch.full((16, 2, FORMATS[name].code_bytes), code, dtype=torch.uint8)
-            weight.store(0, codes, *equal_numbers(FORMATS[name], 16, 2, 1.0))
+            weight.store(0, (codes, *equal_numbers(FORMATS[name], 16, 2, 1.0)))
             for value in (127.0, -127.0):
                 x = torch.full((3, 64), value)
                 assert torch.equal(int_linear(x, weight), x @ weight.dense().T), (name, byte, value)
@@ -220,8 +220,8 @@ def test_packing_keeps_what_is_stored(name: str) -> None:
     exact = torch.from_numpy(gguf.quants.dequantize(raw, kind).copy())
     assert torch.equal(dequantised(FORMATS[name], *parts), exact)
     weight = IntWeight.zeros(FORMATS[name], 70, k)
-    weight.store(5, *(each[:30] for each in parts))
-    weight.store(35, *(each[30:] for each in parts))
+    weight.store(5, tuple(each[:30] for each in parts))
+    weight.store(35, tuple(each[30:] for each in parts))
     assert torch.equal(weight.dense()[5:58], exact)
     assert not weight.dense()[:5].any() and not weight.dense()[58:].any()
     for found, wanted in zip(weight.stored(5, 53), parts, strict=True):
@@ -278,7 +278,7 @@ def test_a_weight_that_is_not_finite_is_seen_in_its_output(name: str) -> None:
     values = torch.randn(20, 64)
     values[3, 40], values[5, 7] = float("nan"), float("inf")
     weight = IntWeight.zeros(FORMATS[name], 20, 64)
-    weight.store(0, *quantise(FORMATS[name], values))
+    weight.store(0, quantise(FORMATS[name], values))
     spoilt = int_linear(torch.randn(2, 64), weight).isfinite().logical_not()
     assert spoilt.all(0).nonzero().flatten().tolist() == [3, 5] and spoilt.sum() == 4
 
