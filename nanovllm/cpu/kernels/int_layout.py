@@ -38,7 +38,8 @@ class IntFormat:
         """ValueError for a format that no kernel computes: those with 4 bits take codes as nibbles, those
         with 8 as bytes, and two numbers are a scale and a minimum."""
         if self.bits not in (4, 8) or self.numbers not in (1, 2) or self.shared not in (0, 8):
-            raise ValueError(f"no kernel computes {self}")
+            shared = f" that {self.shared} groups share" if self.shared else ""
+            raise ValueError(f"no kernel computes {self.bits} bits with {self.numbers} numbers{shared}")
 
     @property
     def code_bytes(self) -> int:

@@ -67,7 +67,7 @@ def test_no_compiler_is_imported_with_all_kernels() -> None:
         "import nanovllm.cpu.kernels as cpu\n"
         "import nanovllm.kernels as kernels\n"
         "compiling = ['vectors', 'emitting', 'vector_math', 'tiles', 'attention_tiles']\n"
-        "compiling += ['int_vectors', 'matrices']\n"
+        "compiling += ['int_vectors', 'int_numbers', 'matrices']\n"
         "names = [each.name for each in pkgutil.iter_modules(cpu.__path__)]\n"
         "for name in names:\n"
         "    name in compiling or importlib.import_module(f'nanovllm.cpu.kernels.{name}')\n"
