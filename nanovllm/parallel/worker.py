@@ -39,6 +39,7 @@ from nanovllm.runner.ranks import called
 EXIT_SECONDS = 5.0  # time for workers to exit on request; then they are killed
 OWN_FILES, FILES_PER_PROCESS = 16, 8  # that may be open at once: weights, pipes, sockets
 _PARENT_SECONDS = 0.5  # how often a worker checks that rank 0 is alive
+_REMOVALS = 10  # attempts to remove a folder
 
 
 UNANSWERED: set[Callable[..., object]] = {ModelRunner.launch, ModelRunner.draw}
@@ -139,7 +140,9 @@ def exit_with(parent: int, folder: str = "") -> None:
     """End this process, whatever it does, once its parent is gone. folder: the parent's, to remove."""
     while os.getppid() == parent:
         sleep(_PARENT_SECONDS)
-    while os.path.exists(folder):  # a rank that waits there makes its file again
+    for _ in range(_REMOVALS):  # a rank that waits there makes its file again
+        if not os.path.exists(folder):
+            break
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 

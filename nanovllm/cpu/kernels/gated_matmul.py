@@ -26,10 +26,8 @@ def _make(activation: str, weight: str, result: str, kind: str) -> Callable[...,
 
     store, load_f32, rounded = v.WHOLE[result][1], v.load_f32, v.ROUND[result]
     product, gated = plain.make_product(activation, weight), make_gated(kind)
-    form = plain.form_of(activation, weight)
-    by_matrices, chunk, most, x_size = form.by_matrices, form.chunk, form.most, form.x_size
-    steps_of, block_bytes, sums_bytes = form.depth, form.block_bytes, form.sums_bytes
-    size, columns = v.SIZES[result], plain.COLUMNS
+    by_matrices, chunk, x_size, steps_of, block_bytes, sums_bytes = plain.form_of(activation, weight)
+    size, columns, most = v.SIZES[result], plain.COLUMNS, plain.most_rows(activation)
     scratch_bytes = 2 * sums_bytes + isa.MATRIX_CONFIG
 
     def gated_matmul(

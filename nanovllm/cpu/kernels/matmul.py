@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -110,39 +111,40 @@ class Form(NamedTuple):
 
     by_matrices: bool
     chunk: int  # rows of a program
-    most: int  # rows of a product
     x_size: int  # bytes of an activation
     depth: int  # neighbours along K
     block_bytes: int  # of a block, for each K
     sums_bytes: int  # of the sums of a product
 
 
+@lru_cache
 def form_of(activation: str, weight: str) -> Form:
-    by_matrices = activation == _MATRICES
-    if by_matrices:
-        most = _SUMS[activation]
-    else:
-        from nanovllm.cpu.kernels.tiles import most_rows
-
-        most = most_rows()
     sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
     x_size, block_bytes = sizes[_SUMMED[activation]], COLUMNS * sizes[weight]
     sums_bytes = _SUMS[activation] * COLUMNS * 4
-    return Form(by_matrices, _CHUNK[activation], most, x_size, _DEPTH[weight], block_bytes, sums_bytes)
+    by_matrices = activation == _MATRICES
+    return Form(by_matrices, _CHUNK[activation], x_size, _DEPTH[weight], block_bytes, sums_bytes)
+
+
+def most_rows(activation: str) -> int:
+    """Rows of a product; for kernels."""
+    from nanovllm.cpu.kernels.tiles import most_rows as in_registers
+
+    return _SUMS[activation] if activation == _MATRICES else in_registers()
 
 
 def make_product(activation: str, weight: str) -> Callable[..., None]:
     """(rows, sums, x, x_stride, w, ahead, steps): a few rows times a block, see `make_tile`."""
     from nanovllm.cpu.kernels import vectors as v
     from nanovllm.cpu.kernels.matrices import product
-    from nanovllm.cpu.kernels.tiles import groups_of, make_tile, most_rows
+    from nanovllm.cpu.kernels.tiles import groups_of, make_tile
 
     if activation == _MATRICES:
         return product  # type: ignore[no-any-return]
     group_bytes = 16 * v.SIZES[weight] * _DEPTH[weight]
     lines = ["def tiles(rows, sums, x, x_stride, w, ahead, steps):"]
     scope: dict[str, Any] = {}
-    for rows in range(1, most_rows() + 1):
+    for rows in range(1, most_rows(activation) + 1):
         groups = groups_of(rows)
         scope[f"tile{rows}"] = make_tile(rows, groups, activation, weight)
         lines.append(f"    {'if' if rows == 1 else 'elif'} rows == {rows}:")
@@ -192,8 +194,8 @@ def _make(activation: str, weight: str, result: str) -> Callable[..., None]:
     load_part, store_part = v.PART[result]
     size, add, load_f32 = v.SIZES[result], v.add, v.load_f32
     product, finish = make_product(activation, weight), _make_finish(result)
-    by_matrices, chunk, most, x_size, steps_of, block_bytes, sums_bytes = form_of(activation, weight)
-    columns = COLUMNS
+    by_matrices, chunk, x_size, steps_of, block_bytes, sums_bytes = form_of(activation, weight)
+    columns, most = COLUMNS, most_rows(activation)
     scratch_bytes = sums_bytes + isa.MATRIX_CONFIG
 
     def matmul(
@@ -357,9 +359,10 @@ def matmul(
     activation, y = operand(x, packed)
     variant = activation, DTYPES[packed.dtype], DTYPES[x.dtype]
     blocks = -(-n // COLUMNS)
-    memory = scratch(_SUMS[activation] * COLUMNS * 4 + isa.MATRIX_CONFIG)
+    form = form_of(activation, DTYPES[packed.dtype])
+    memory = scratch(form.sums_bytes + isa.MATRIX_CONFIG)
     other = 0 if residual is None else residual.stride(0)
-    programs = blocks * -(-rows // _CHUNK[activation])
+    programs = blocks * -(-rows // form.chunk)
     _KERNEL.launch(
         variant,
         programs,

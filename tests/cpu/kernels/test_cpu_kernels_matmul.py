@@ -75,11 +75,11 @@ def test_an_odd_number_of_steps(dtype: torch.dtype) -> None:
         assert_product(matmul(x, packed, 70, bias, residual), x, weight, bias, residual)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_products_have_the_bits_of_two_kernels(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "weight_dtype"), OF_ENGINES)
+def test_gated_products_have_the_bits_of_two_kernels(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     """`test_cpu_levels.py` runs this one for each level."""
     for n, k in ((256, 64), (384, 50)):
-        packed = pack(randn(n, k, dtype=dtype))
+        packed = pack(randn(n, k, dtype=weight_dtype))
         for rows in (17, 32, 97, 300):
             x = part(rows, k, dtype, 2)
             for kind in ("", "erf", "tanh", "clamped"):
