@@ -52,7 +52,7 @@ class NanoVLLM(LightevalModel):
         self.config = config.model_copy(update={"system_prompt": system_prompt})
         self.model = LLM(model, **options)
         self._tokenizer: Any = self.model.get_tokenizer()
-        is_chat = uses_chat_template(tokenizer=self._tokenizer, override_chat_template=override)
+        is_chat = uses_chat_template(tokenizer=self.tokenizer, override_chat_template=override)
         self.prompt_manager = PromptManager(is_chat, self._tokenizer, system_prompt)
         # "/" is stripped so that an absolute model path also becomes a folder below the cache
         self._cache = SampleCache(self.config.model_copy(update={"model_name": config.model_name.strip("/")}))
