@@ -88,7 +88,7 @@ def group_numbers(weight: IntWeight, *numbers: torch.Tensor) -> tuple[torch.Tens
     """The scales [groups, halves or 1, 1, n] and the minimums [groups, n] of a weight, float32."""
     if weight.format.shared:
         multiples, common = numbers
-        found = common.float().repeat_interleave(8, 1)[:, : weight.groups] * multiples
+        found = common.float().repeat_interleave(weight.format.shared, 1)[:, : weight.groups] * multiples
         if weight.format.numbers == 1:
             return found.permute(1, 2, 0)[:, :, None], None
         return found[..., :1].permute(1, 2, 0)[:, :, None], -found[..., 1].T

@@ -43,10 +43,12 @@ _WITH_MATRICES = frozenset({"Q8_0", "Q4_0", "Q4_1"})
 class _Blocks(Protocol):
     """A tensor of a file whose blocks can be read as they are stored."""
 
-    stored_as: str
+    @property
+    def kept_as(self) -> str:
+        """One of FORMATS, or what keeps its blocks from being used."""
 
-    def blocks(self, rows: slice, columns: slice) -> torch.Tensor:
-        """Blocks [rows, groups, bytes], uint8."""
+    def blocks(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Blocks and their order, as `from_blocks` takes them."""
 
 
 def _check_blocks(shards: list[WeightShard], k: int, block: int) -> None:
@@ -66,8 +68,8 @@ def _load(weight: IntWeight, shard: WeightShard, source: WeightSource, as_stored
     first = 0 if shard.dim == 1 else shard.offset
     for start in range(rows.start, rows.stop, _ROWS):
         some = slice(start, min(start + _ROWS, rows.stop))
-        if as_stored and isinstance(source, _Blocks) and source.stored_as == weight.format.name:
-            parts = from_blocks(weight.format, source.blocks(some, columns))
+        if as_stored and isinstance(source, _Blocks) and source.kept_as == weight.format.name:
+            parts = from_blocks(weight.format, *source.blocks(some, columns))
         else:
             parts = quantise(weight.format, source[some, columns])
         weight.store(first + start - rows.start, parts)

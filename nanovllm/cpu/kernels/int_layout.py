@@ -6,7 +6,7 @@ without a minimum subtract a middle from them. Codes of 5 and 6 bits are bytes. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,7 +37,7 @@ class IntFormat:
     def __post_init__(self) -> None:
         """ValueError for a format that no kernel computes: those with 4 bits take codes as nibbles, those
         with 8 as bytes, and two numbers are a scale and a minimum."""
-        if self.bits not in (4, 8) or self.numbers not in (1, 2) or self.shared not in (0, 8):
+        if self.bits not in (4, 8) or self.numbers not in (1, 2) or self.shared not in (0, 4, 8):
             shared = f" that {self.shared} groups share" if self.shared else ""
             raise ValueError(f"no kernel computes {self.bits} bits with {self.numbers} numbers{shared}")
 
@@ -63,19 +63,22 @@ class IntFormat:
         return (self.code_bytes + self.group_bytes + common) / GROUP
 
 
-FORMATS = {
-    each.name: each
-    for each in (
-        IntFormat("Q8_0", 8, 128, 1, most=255),
-        IntFormat("Q4_0", 4, 8, 1),
-        IntFormat("Q4_1", 4, 0, 2),
-        IntFormat("Q5_0", 8, 16, 1, most=31),
-        IntFormat("Q5_1", 8, 0, 2, most=31),
-        IntFormat("Q4_K", 4, 0, 2, shared=8),
-        IntFormat("Q5_K", 8, 0, 2, shared=8, most=31),
-        IntFormat("Q6_K", 8, 32, 1, shared=8, most=63),
-    )
-}
+_GGUF = (
+    IntFormat("Q8_0", 8, 128, 1, most=255),
+    IntFormat("Q4_0", 4, 8, 1),
+    IntFormat("Q4_1", 4, 0, 2),
+    IntFormat("Q5_0", 8, 16, 1, most=31),
+    IntFormat("Q5_1", 8, 0, 2, most=31),
+    IntFormat("Q4_K", 4, 0, 2, shared=8),
+    IntFormat("Q5_K", 8, 0, 2, shared=8, most=31),
+    IntFormat("Q6_K", 8, 32, 1, shared=8, most=63),
+)
+# Blocks of which a model has the halves in another order: each half has the numbers of its block.
+_HALVES = (
+    replace(each, name=f"{each.name} in halves", shared=each.shared // 2) for each in _GGUF if each.shared
+)
+HALVES = {each.name: each for each in _HALVES}
+FORMATS = {each.name: each for each in _GGUF} | HALVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,15 +210,24 @@ def dequantised(format: IntFormat, codes: torch.Tensor, *numbers: torch.Tensor) 
     return (values + minimum[0] if minimum else values).flatten(1)
 
 
-def from_blocks(format: IntFormat, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """GGUF's blocks [n, blocks, bytes] uint8 -> codes and numbers, as `IntWeight.store` takes them."""
+def from_blocks(
+    format: IntFormat, blocks: torch.Tensor, order: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """GGUF's blocks [n, blocks, bytes] uint8 -> codes and numbers, as `IntWeight.store` takes them.
+
+    order: [blocks of the format] int64, the place of each among those that `blocks` has; None: as they are.
+    """
     codes, *numbers = _UNPACKED[format.name](blocks)
-    if not format.shared:
-        [scales] = numbers
-        return codes, scales.contiguous().view(torch.float16)
-    multiples, common = numbers
-    multiples = multiples.contiguous().view(torch.int8).flatten(1).unflatten(1, (-1, 2))
-    return _packed_codes(format, codes), multiples, common.contiguous().view(torch.float16)
+    own, last = [codes], numbers[-1].contiguous().view(torch.float16)
+    if format.shared:
+        multiples = numbers[0].contiguous().view(torch.int8).flatten(1).unflatten(1, (-1, 2))
+        own = [_packed_codes(format, codes), multiples]
+        last = last.repeat_interleave(8 // format.shared, 1)
+    if order is not None:
+        each = max(1, format.shared)
+        groups = (order[:, None] * each + torch.arange(each)).flatten()
+        own, last = [part[:, groups] for part in own], last[:, order]
+    return *own, last
 
 
 def _from_bytes(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -281,6 +293,7 @@ _UNPACKED = Kinds(
         **{"Q4_0": _from_nibbles, "Q4_1": _from_nibbles},
         **{"Q5_0": _from_five_bits, "Q5_1": _from_five_bits},
         **{"Q4_K": _from_q4_k, "Q5_K": _from_q5_k, "Q6_K": _from_q6_k},
+        **{"Q4_K in halves": _from_q4_k, "Q5_K in halves": _from_q5_k, "Q6_K in halves": _from_q6_k},
     },
 )
 

@@ -133,14 +133,15 @@ class GGUFTensor:
         part = self._dequantised(rows[:, begin * size : -(-stop // block) * size])
         return part[:, start - begin * block : stop - begin * block]
 
-    def blocks(self, rows: slice, columns: slice) -> torch.Tensor:
-        """The stored blocks [rows, blocks, bytes] of a matrix, uint8; `columns` are whole blocks."""
+    def blocks(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The stored blocks [rows, blocks, bytes] of a matrix, uint8; `columns` are whole blocks. None: they
+        are in order."""
         block, size = self._block()
         own = self.raw[rows] if self.order is None else self.raw[self.order[rows]]
         part = own[:, columns.start // block * size : columns.stop // block * size]
         found = part.reshape(len(part), -1, size).copy()
         self._check_scales(found)
-        return torch.from_numpy(found)
+        return torch.from_numpy(found), None
 
     def ordered(self, order: np.ndarray) -> GGUFTensor:
         """The same tensor with its rows in another order."""

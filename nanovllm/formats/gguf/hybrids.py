@@ -25,6 +25,7 @@ ARCHITECTURES = {
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _MODULES = {_FULL: "attn_q", _LINEAR: "ssm_out"}  # that only layers of a kind have
 _STORED = re.compile(r"blk\.(\d{1,9})\.(.+)")
+_SUPER = 256  # values of a block that has several groups
 _NORMS = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")  # are stored + 1
 Part = tuple[str, np.ndarray]  # the module of a part of a stored matrix, and the stored place of its rows
 
@@ -51,21 +52,30 @@ class _Columns(GGUFTensor):
 
     @property
     def kept_as(self) -> str:
+        """Half blocks can move where those of a block have numbers of their own."""
         block, _ = self._block()
-        starts = self.columns[::block]
-        whole = (self.columns == (starts[:, None] + np.arange(block)).flatten()).all()
-        return super().kept_as if whole and not (starts % block).any() else f"{self.stored_as} across heads"
+        if self.factor is not None or self._moves_in(block):
+            return super().kept_as
+        halves = block == _SUPER and self._moves_in(block // 2)
+        return f"{self.stored_as} {'in halves' if halves else 'across heads'}"
+
+    def _moves_in(self, size: int) -> bool:
+        """Whether columns move in runs of this size that begin at multiples of it."""
+        starts = self.columns[::size]
+        whole = len(starts) * size == len(self.columns) and not (starts % size).any()
+        return whole and bool((self.columns == (starts[:, None] + np.arange(size)).flatten()).all())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         first, *rest = index if isinstance(index, tuple) else (index,)
         columns = self.columns[rest[0]] if rest else self.columns
         return super().__getitem__(first)[:, torch.from_numpy(columns)]
 
-    def blocks(self, rows: slice, columns: slice) -> torch.Tensor:
-        """As of `GGUFTensor`; only if columns move in whole blocks, see `kept_as`."""
+    def blocks(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All blocks of rows, and the places of those of the columns, which are blocks or halves."""
         block, _ = self._block()
-        places = torch.from_numpy(self.columns[columns][::block] // block)
-        return super().blocks(rows, slice(0, self.shape[1]))[:, places].contiguous()
+        size = block if self._moves_in(block) else block // 2
+        stored, _ = super().blocks(rows, slice(0, self.shape[1]))
+        return stored, torch.from_numpy(self.columns[columns][::size] // size)
 
 
 def read(

@@ -95,7 +95,7 @@ def equal_numbers(format: IntFormat, n: int, groups: int, value: float) -> tuple
     """Scales and minimums that are all the same, or for K-quants opposite."""
     if not format.shared:
         return (torch.full((n, groups, format.numbers), value, dtype=torch.float16),)
-    common = torch.full((n, -(-groups // 8), format.numbers), value / 2, dtype=torch.float16)
+    common = torch.full((n, -(-groups // format.shared), format.numbers), value / 2, dtype=torch.float16)
     return torch.full((n, groups, 2), 2, dtype=torch.int8), common
 
 
@@ -211,15 +211,21 @@ def test_quantising_a_row_depends_neither_on_others_nor_on_threads(name: str, dt
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_packing_keeps_what_is_stored(name: str) -> None:
-    """Blocks as the package gguf writes them, or random ones, at any row, through packing and back."""
-    k = 768 if FORMATS[name].shared else 320
+    """Blocks as the package gguf writes them, or random ones, at any row, through packing and back; and in
+    another order, those of `HALVES` in halves."""
+    format, stored_as = FORMATS[name], name.removesuffix(" in halves")
+    k = 768 if format.shared else 320
     values = np.random.default_rng(0).normal(size=(53, k)).astype(np.float32)
-    kind = gguf.GGMLQuantizationType[name]
-    raw = random_blocks(name)("", values)[0] if FORMATS[name].shared else gguf.quants.quantize(values, kind)
-    parts = from_blocks(FORMATS[name], torch.from_numpy(raw).view(53, k // FORMATS[name].block, -1))
+    kind = gguf.GGMLQuantizationType[stored_as]
+    raw = random_blocks(stored_as)("", values)[0] if format.shared else gguf.quants.quantize(values, kind)
+    blocks = torch.from_numpy(raw).view(53, k // FORMATS[stored_as].block, -1)
     exact = torch.from_numpy(gguf.quants.dequantize(raw, kind).copy())
-    assert torch.equal(dequantised(FORMATS[name], *parts), exact)
-    weight = IntWeight.zeros(FORMATS[name], 70, k)
+    assert torch.equal(dequantised(format, *from_blocks(format, blocks)), exact)
+    order = torch.randperm(k // format.block)
+    parts = from_blocks(format, blocks, order)
+    exact = exact.unflatten(1, (-1, format.block))[:, order].flatten(1)
+    assert torch.equal(dequantised(format, *parts), exact)
+    weight = IntWeight.zeros(format, 70, k)
     weight.store(5, tuple(each[:30] for each in parts))
     weight.store(35, tuple(each[30:] for each in parts))
     assert torch.equal(weight.dense()[5:58], exact)

@@ -330,7 +330,7 @@ def test_a_new_tensor_of_4_bits_is_refused() -> None:
 def test_a_new_format_of_integers_is_refused() -> None:
     refused(lambda: IntFormat("Q2_0", 2, 2, 1), "2 bits")
     refused(lambda: IntFormat("Q4_3", 4, 0, 3), "3 numbers")
-    refused(lambda: IntFormat("Q4_4", 4, 0, 2, shared=4), "that 4 groups share")
+    refused(lambda: IntFormat("Q4_4", 4, 0, 2, shared=3), "that 3 groups share")
 
 
 def test_a_new_kind_of_weight_is_refused() -> None:

@@ -138,19 +138,29 @@ def write_both(folder: Path, target: Path, encode: Encode) -> tuple[Path, Path]:
     return path, folder
 
 
-@pytest.mark.parametrize(("family", "stored_as"), [("qwen3_5", "Q4_K"), ("qwen3_next", "Q6_K")])
+@pytest.mark.parametrize(
+    ("family", "stored_as", "head", "kept_as"),
+    [
+        ("qwen3_5", "Q4_K", 32, "Q4_K across heads"),
+        ("qwen3_5", "Q4_K", 128, "Q4_K in halves"),
+        ("qwen3_5", "Q5_K", 128, "Q5_K in halves"),
+        ("qwen3_5", "Q6_K", 128, "Q6_K in halves"),
+        ("qwen3_5", "Q6_K", 256, "Q6_K"),
+        ("qwen3_next", "Q6_K", 32, "Q6_K"),
+    ],
+)
 def test_blocks_that_span_heads(
-    tmp_path: Path, family: str, stored_as: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, stored_as: str, head: int, kept_as: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of 256 values, and value heads of 32."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "linear_num_value_heads": 8, "head_dim": 64}
+    """Blocks of 256 values, and value heads of fewer."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "linear_value_head_dim": head}
+    sizes["linear_num_value_heads"] = 8 if head == 32 else 4
     experts = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "num_experts": 4}
     more = sizes | (experts if family == "qwen3_next" else {})
     source = write_tiny_model(tmp_path / "folder", family, **more)
     path, folder = write_both(source, tmp_path, random_blocks(stored_as))
     types = open_checkpoint(path).config()["quantization_config"]["types"]
-    across = f"{stored_as} across heads" if family == "qwen3_5" else stored_as
-    assert types["model.layers.0.linear_attn.out_proj"] == across
+    assert types["model.layers.0.linear_attn.out_proj"] == kept_as
     assert {types[f"model.layers.0.linear_attn.in_proj_{name}"] for name in "qkvz"} == {stored_as}
     before, after = named(folder), named(path)
     for name in before:
@@ -164,7 +174,11 @@ def test_blocks_that_span_heads(
         shards = model.get_submodule(module).shards
         own = torch.cat([after[f"{shard.module_name(module)}.weight"] for shard in shards])  # type: ignore[union-attr]
         assert torch.equal(method.weight.dense(), own), module
-    assert kept and ("linear_attn.out_proj" in str([name for name, _ in kept])) == (across == stored_as)
+    assert kept and ("linear_attn.out_proj" in str([name for name, _ in kept])) == ("across" not in kept_as)
+    if head == 128:
+        parts = [load(path, on_cpu=True, tp=TPGroup(rank, 2)).state_layers[0] for rank in range(2)]
+        dense = [part.out_proj.method.weight.dense() for part in parts]
+        assert torch.equal(torch.cat(dense, 1), after["model.layers.0.linear_attn.out_proj.weight"])
 
 
 @pytest.mark.parametrize("stored_as", ["Q8_0", "Q4_0"])
