@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checked_llm import CheckedLLM, make_tiny
+from fp8_models import dequantised, tensors_of
 from head_models import (
     NEAR,
     PLAIN,
@@ -22,14 +23,17 @@ from head_models import (
     write_head_model,
     write_reward_model,
 )
+from safetensors.torch import save_file
 from tiny_models import edit_json
 
 from nanovllm import (
     ClassificationRequestOutput,
+    ModelLoadError,
     PoolingParams,
     PoolingRequestOutput,
 )
 from nanovllm.pooling_heads.head import read_head
+from tools.write_fp8 import write_fp8
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2ForSequenceClassification": ("qwen2", {}),
@@ -236,3 +240,22 @@ def test_a_process_reward_is_that_of_step_tokens(tmp_path: Path) -> None:
     with make_tiny(folder) as llm:
         [output] = llm.encode([prompt], use_tqdm=False, pooling_task="token_classify")
         assert same([output.outputs.data], [wanted.softmax(-1)])
+
+
+@pytest.mark.parametrize("scales", ["channel", "block"])
+def test_a_decoder_in_fp8_with_a_head_in_16_bits(tmp_path: Path, scales: str) -> None:
+    """The values are those of the dequantised decoder; a head with scales of its own is refused."""
+    source = write_head_model(tmp_path / "source", "qwen3", SEQUENCE)
+    folder = write_fp8(source, tmp_path / "fp8", scales)
+    stored = tensors_of(folder)
+    save_file(dequantised(stored), source / "model.safetensors")
+    wanted = transformers_values(source, PROMPTS)
+    with make_tiny(folder) as llm:
+        assert same(plain_values(llm, PROMPTS), wanted)
+    stored |= {
+        "score.weight": stored["score.weight"].to(torch.float8_e4m3fn),
+        "score.weight_scale": torch.ones(3, 1),
+    }
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"score\.weight is F8_E4M3"):
+        make_tiny(folder)
