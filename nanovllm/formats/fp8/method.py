@@ -263,4 +263,5 @@ def is_fp8_cache(scheme: Any) -> bool:
     return (scheme.get("num_bits", 8), scheme.get("type", "float")) == (8, "float")
 
 
-ON_THE_FLY = Fp8Config(ignored=("gate", "shared_expert_gate", "in_proj_a", "in_proj_b"))  # but routers, gates
+_ROUTERS = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")  # and gates of states
+ON_THE_FLY = Fp8Config(ignored=_ROUTERS)

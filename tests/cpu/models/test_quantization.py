@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,17 @@ from test_models import PROMPT, forward, load
 from tiny_models import edit_json, write_tiny_model
 from torch import nn
 
+from nanovllm.attention.reference import ReferenceBackend
 from nanovllm.cpu import isa
 from nanovllm.cpu.dense import ONEDNN_NUMEL, ReorderedLinearMethod, can_reorder, torch_linear
+from nanovllm.cpu.integers import IntegerLinearMethod
 from nanovllm.formats.dummy import init_dummy_weights
+from nanovllm.formats.fp8.method import Fp8LinearMethod
+from nanovllm.layers.weights import allocate
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.registry import load_model_config
 from nanovllm.models.weights import load_weights
+from nanovllm.parallel.group import TPGroup
 from nanovllm.quantization.base import Kind, LinearMethod
 from nanovllm.quantization.config import QUANTIZATIONS, QuantConfig
 from nanovllm.quantization.shards import WeightOptions, WeightShard, WeightSource
@@ -175,3 +183,26 @@ def test_an_embedding_needs_a_method_with_rows(
     )
     with pytest.raises(ValueError, match=message + "leave this weight unquantised"):
         load(folder)
+
+
+GATES = ("gate", "proj", "router", "shared_expert_gate", "gates_proj")  # of experts and of states
+WITH_GATES = (
+    *("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "laguna", "lfm2_moe", "mellum", "minimax_m2"),
+    *("gemma4-experts", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
+)
+
+
+@pytest.mark.parametrize("family", WITH_GATES)
+def test_routers_and_gates_of_states_stay_as_they_are(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_model(tmp_path, family)
+    for quantization, capability in (("int8", (0, 0)), ("fp8", (9, 0))):
+        config = load_model_config(folder, quantization=quantization)
+        config = replace(config, quant=config.quant.on(capability))
+        model = DecoderForCausalLM(config, TPGroup(), ReferenceBackend(), 32)
+        allocate(model, WeightOptions(torch.float32, torch.device("cpu")), config.quant)
+        kept, own = set(), set()
+        for name, layer in model.named_modules():
+            if hasattr(layer, "method") and ".layers." in name:
+                quantised = isinstance(layer.method, (IntegerLinearMethod, Fp8LinearMethod))
+                (own if quantised else kept).add(name.rpartition(".")[2])
+        assert kept and kept <= {*GATES} and own and not own & {*GATES}, quantization
