@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 FORMATS = ("awq", "gptq", "gptq_v2", "compressed-tensors")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the neighbour of 8 that each nibble holds
 # Of layers with states all but their gates; the last are Mixtral's experts; no router is quantised.
-_LINEAR = ("_proj", ".in_proj_qkvz", ".in_proj_qkv", ".in_proj_z", ".w1", ".w2", ".w3")
+_LINEAR = ("_proj", ".in_proj_qkvz", ".in_proj_qkv", ".in_proj_z", "_linear", ".w1", ".w2", ".w3")
 _ROUTERS = ("re:.*\\.gate$", "re:.*shared_expert_gate$", "re:.*\\.in_proj_(a|b|ba)$")
 Tensors = dict[str, torch.Tensor]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanovllm.families.blocks import TwoBlocks
+from nanovllm.formats.packed_parts import PartNames
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
-from nanovllm.quantization.shards import FileNames
 
 
 class Glm4Layer(TwoBlocks):
@@ -34,7 +34,7 @@ class GlmFamily(ModelFamily):
     def read(self, hf: HFConfig) -> ModelConfig:
         config = super().read(hf)
         size = config.intermediate_size
-        return replace(config, names=FileNames({"gate_up_proj": {"gate_proj": size, "up_proj": size}}))
+        return replace(config, names=PartNames({"gate_up_proj": {"gate_proj": size, "up_proj": size}}))
 
 
 GLM = GlmFamily(

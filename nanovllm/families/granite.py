@@ -14,11 +14,11 @@ from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.families.blocks import TwoBlocks
 from nanovllm.families.llama import LLAMA
 from nanovllm.formats.config_json.values import layer_kinds, number
+from nanovllm.formats.packed_parts import PartNames
 from nanovllm.layers.stream import Step
 from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.quantization.base import Normed, Product
-from nanovllm.quantization.shards import FileNames
 
 
 class GraniteFamily(ModelFamily):
@@ -104,7 +104,7 @@ class GraniteHybridFamily(GraniteFamily):
             )
         spec = replace(config.spec(0), rope=rope if kind == "rope" else None)
         packed = {"input_linear": {"gate_proj": size, "up_proj": size}}
-        return replace(config, attention=(spec,), names=FileNames(packed))
+        return replace(config, attention=(spec,), names=PartNames(packed))
 
 
 _READS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from nanovllm.attention.rotary import RopeConfig
 from nanovllm.formats.config_json.values import window_length
+from nanovllm.formats.packed_parts import PartNames
 from nanovllm.models.config import FULL, SLIDING, HFConfig, ModelConfig, ModelFamily
-from nanovllm.quantization.shards import FileNames
 
 
 class Phi3Family(ModelFamily):
@@ -27,7 +27,7 @@ class Phi3Family(ModelFamily):
             "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
             "gate_up_proj": {"gate_proj": size, "up_proj": size},
         }
-        return replace(config, names=FileNames(packed))
+        return replace(config, names=PartNames(packed))
 
 
 PHI3 = Phi3Family(

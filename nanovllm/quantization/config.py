@@ -54,11 +54,6 @@ class QuantConfig:
         return self.itemsize
 
     @property
-    def keeps_rows(self) -> bool:
-        """Whether rows of a weight are rows of its tensors in a checkpoint, so that packed ones split."""
-        return True
-
-    @property
     def speed(self) -> float:
         """How fast the products of linear layers can be, relative to those of the model's dtype."""
         return 1.0

@@ -21,7 +21,6 @@ from nanovllm.formats.config_json.values import (
     rope_config,
     window_length,
 )
-from nanovllm.formats.packed_parts import PartNames
 from nanovllm.models.config import FULL, SLIDING, HFConfig, ModelConfig, ModelFamily
 from nanovllm.pooling_heads.head import read_head
 from nanovllm.quantization.config import quant_config
@@ -64,12 +63,6 @@ def model_config(
     _refuse_unsupported(hf, family.reads)
     stop = eos_token_ids(hf, generation or {})
     config = family.read(hf)
-    if config.names.packed and not (quant.keeps_rows or isinstance(config.names, PartNames)):
-        raise ValueError(
-            f"config.json: quantization_config: weights of 4 bits are not supported in {architecture}, "
-            f"whose checkpoints hold several projections as one ({', '.join(config.names.packed)}); use "
-            "its FP8, bfloat16 or float16 checkpoint"
-        )
     return replace(
         config,
         architecture=architecture,

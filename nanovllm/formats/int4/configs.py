@@ -67,10 +67,6 @@ class Int4Config(FourBitConfig):
         return 0.5 + scales if self.packs else None
 
     @property
-    def keeps_rows(self) -> bool:
-        return False
-
-    @property
     def note(self) -> str | None:
         """What a user should know of it at a start."""
         if self.packs:

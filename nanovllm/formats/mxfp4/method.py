@@ -113,10 +113,6 @@ class Mxfp4Config(FourBitConfig):
         return 0.5 + 1 / GROUP if self.packs else None
 
     @property
-    def keeps_rows(self) -> bool:
-        return False
-
-    @property
     def note(self) -> str | None:
         if self.packs:
             return None

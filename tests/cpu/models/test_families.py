@@ -293,11 +293,6 @@ def test_longrope_follows_the_longest_sequence(tmp_path: Path) -> None:
             "rope type 'fast' is not supported",
         ),
         ("glm", {"attention_bias": "no"}, "attention_bias must be true or false, not 'no'"),
-        (
-            "glm",
-            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
-            r"4 bits are not supported in GlmForCausalLM, .* several projections as one \(gate_up_proj\)",
-        ),
         ("glm4", {"partial_rotary_factor": 1.5, "rope_parameters": None}, "must be above 0, at most 1"),
         ("ernie", {"use_bias": 1}, "use_bias must be true or false, not 1"),
         ("ernie", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5 is not supported"),

@@ -61,7 +61,7 @@ def write_dequantised(source: Path, target: Path, **options: Any) -> Path:
     write_int4(source, target, "awq", group=options.get("group", 64))  # copies the other files
     tensors, group = load_file(source / "model.safetensors"), options.get("group", 64)
     for name, tensor in tensors.items():
-        if re.search(r"(_proj|\.w[123])\.weight$", name):
+        if re.search(r"(_proj|_linear|\.w[123])\.weight$", name):
             order = random_order(tensor.shape[1], group) if options.get("act_order") else None
             parts = rounded(tensor, group, options.get("symmetric", False), order, F16)
             tensors[name] = dequantised(*parts, group, order)
