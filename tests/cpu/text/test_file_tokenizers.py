@@ -173,6 +173,24 @@ def test_small_tokenizers(tmp_path: Path, kind: str, name: str | None, model_typ
     assert (ours.bos_token_id, ours.eos_token) == (ours.convert_tokens_to_ids("<s>"), "</s>")
 
 
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizer", "LlamaTokenizerFast", None])
+def test_unigram_falls_back_on_bytes(tmp_path: Path, name: str | None) -> None:
+    """What is no piece becomes its bytes, and comes back whole, also in parts."""
+    pieces = ["<unk>", *SPECIAL[:2], *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab"]
+    scores = [0.0] * 259 + [-2.0, -2.1, -2.2, -3.0, -3.1]
+    made = Tokenizer(models.Unigram(list(zip(pieces, scores, strict=True)), unk_id=0, byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    folder = write_folder(tmp_path / "x", with_special(made), name, "llama")
+    ours = check(folder, ["ab a", "日本語", "1234567", "a\tb", *some_texts(20, SPECIAL)])
+    ids = ours("日a", add_special_tokens=False)["input_ids"]
+    assert ids == [259, *(3 + byte for byte in "日".encode()), 260]
+    detokenizer = Detokenizer(ours)
+    assert detokenizer.text([], ids) == "".join(map(text_stream(detokenizer, []).append, ids)) == "日a"
+
+
 @pytest.mark.parametrize("name", ["GPT2Tokenizer", "PreTrainedTokenizerFast"])
 def test_tokens_of_the_configuration_stay(tmp_path: Path, name: str) -> None:
     """A token that tokenizer_config.json adds, and one that it hides from texts, whole or in parts, in all
