@@ -132,6 +132,14 @@ def test_limits_without_a_number_between_them_are_refused(name: str) -> None:
     refused({"type": name, "maximum": -(2**64)}, f"maximum {-(2**64)} cannot be enforced")
 
 
+def test_choices_that_json_escapes() -> None:
+    choices = ['a"b', "a\\b", "a\nb", "größe"]
+    assert {json.loads(text) for text in answers({"enum": choices}, 60)} == {*choices}
+    for choice in choices:
+        [text] = {*answers({"enum": [choice]}, 5)}
+        assert json.loads(text) == choice
+
+
 # -- what is enforced with a word ---------------------------------------------------------------------------
 
 
