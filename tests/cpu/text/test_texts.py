@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanovllm import SamplingParams
+from nanovllm.extras.stop_strings import text_stream
 from nanovllm.text.detokenizer import Detokenizer
 
 CORPUS = ["Hello the world, the wörld 日本語 🌍", "I say: the world is the world"] * 20
@@ -146,6 +147,19 @@ def test_bytes_that_are_no_character_stay(kind: str) -> None:
     names = {"byte_level": [letter for letter, byte in BYTE_OF.items() if byte == 0x80]}.get(kind, ["<0x80>"])
     broken = tokenizer.convert_tokens_to_ids(names)
     assert Detokenizer(tokenizer).text(encode(kind, "Hello"), broken) == "\ufffd"
+
+
+def test_letters_of_added_tokens_that_are_read_as_bytes() -> None:
+    """The decoder takes "größe" for bytes, as it does in transformers; the text in parts is the whole one."""
+    tokenizer = make_tokenizer("byte_level")
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in ("größe", "größe中", "là")])
+    first = len(tokenizer) - 3
+    ids = tokenizer("a größe größe中là é", add_special_tokens=False)["input_ids"]
+    assert {first, first + 1, first + 2} < set(ids)
+    detokenizer = Detokenizer(tokenizer)
+    expected = "a gr\ufffd\ufffde größe中l\ufffd é"
+    assert detokenizer.text([], ids) == tokenizer.decode(ids) == expected
+    assert "".join(map(text_stream(detokenizer, []).append, ids)) == expected
 
 
 def test_a_slow_tokenizer_decodes_by_its_own_method() -> None:
