@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.formats.gguf import hybrids, lfm2
+from nanovllm.formats.gguf import gemma, hybrids, lfm2
 from nanovllm.formats.gguf.ends import ends
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor, all_tensors
 from nanovllm.formats.gguf.parts import models, parts
@@ -31,10 +31,12 @@ from nanovllm.quantization.shards import WeightSource
 
 # What reads files whose layers differ, or have names of their own: see `hybrids.read`.
 _READERS = {
+    **dict.fromkeys(gemma.ARCHITECTURES, gemma.read),
     **dict.fromkeys(hybrids.ARCHITECTURES, hybrids.read),
     **dict.fromkeys(lfm2.ARCHITECTURES, lfm2.read),
 }
 _ARCHITECTURES = {
+    **gemma.ARCHITECTURES,
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",

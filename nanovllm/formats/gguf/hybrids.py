@@ -7,7 +7,6 @@ blocks can stay as they are stored. Refuses by name what does not fit; opens no 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor
-from nanovllm.formats.gguf.keys import Keys
+from nanovllm.formats.gguf.keys import Keys, changed
 
 ARCHITECTURES = {
     "qwen3next": "Qwen3NextForCausalLM",
@@ -28,20 +27,6 @@ _STORED = re.compile(r"blk\.(\d{1,9})\.(.+)")
 _SUPER = 256  # values of a block that has several groups
 _NORMS = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")  # are stored + 1
 Part = tuple[str, np.ndarray]  # the module of a part of a stored matrix, and the stored place of its rows
-
-
-@dataclass(frozen=True, eq=False)
-class _Changed(GGUFTensor):
-    """With values, or a shape, that `change` gives."""
-
-    change: Callable[[torch.Tensor], torch.Tensor] = field(kw_only=True)
-    becomes: tuple[int, ...] = field(kw_only=True)  # its shape then
-
-    def get_shape(self) -> list[int]:
-        return list(self.becomes)
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.change(super().__getitem__(slice(None)))[index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +149,7 @@ class _Reader(Keys):
         if layer >= self._layers:  # of speculation
             return {}
         if last in _NORMS and kind == "weight":
-            tensor = _changed(tensor, lambda weight: weight - 1, tensor.shape)
+            tensor = changed(tensor, lambda weight: weight - 1, tensor.shape)
             return {stored.replace("post_attention_norm", "ffn_norm"): tensor}
         if match is None:
             return {stored: tensor}
@@ -191,7 +176,7 @@ class _Reader(Keys):
             return self._parts(stored, tensor, [("dt_bias", values)])
         if last == "ssm_a":
             [(name, part)] = self._parts(stored, tensor, [("A_log", values)]).items()
-            return {name: _changed(part, self._log, part.shape)}
+            return {name: changed(part, self._log, part.shape)}
         if last == "ssm_out.weight":
             columns = self._values(self._v_dim)
             if len(tensor.shape) != 2 or tensor.shape[1] != len(columns):
@@ -202,7 +187,7 @@ class _Reader(Keys):
                 raise self._sizes(stored, tensor, "two dimensions")
             taps = [(f"conv_{name[-1]}", rows) for name, rows in self._qkv()]
             return {
-                f"{name}.weight": _changed(
+                f"{name}.weight": changed(
                     part, lambda weight: weight[:, None], (part.shape[0], 1, part.shape[1])
                 )
                 for name, part in self._parts(stored, tensor, taps).items()
@@ -272,12 +257,6 @@ class _Reader(Keys):
             f"key heads of {self._k_dim}, {self._v_heads} value heads of {self._v_dim} and {self._heads} "
             "queries"
         )
-
-
-def _changed(
-    tensor: GGUFTensor, change: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]
-) -> GGUFTensor:
-    return _Changed(**vars(tensor), change=change, becomes=shape)
 
 
 def _grouped(groups: int, sizes: dict[str, int]) -> list[Part]:

@@ -1,10 +1,15 @@
-"""Keys: numbers of a GGUF file whose layers differ, below its architecture's name. Refuses by name."""
+"""Keys: numbers of a GGUF file whose layers differ, below its architecture's name; tensors with other values.
+Refuses by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import torch
 
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor
 
@@ -46,3 +51,24 @@ class Keys:
             what = "both of" if kinds else "none of"
             raise self._file.problem(f"layer {layer} has {what} {' and '.join(names.values())}")
         return kinds[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Changed(GGUFTensor):
+    """With values, or a shape, that `change` gives."""
+
+    change: Callable[[torch.Tensor], torch.Tensor] = field(kw_only=True)
+    becomes: tuple[int, ...] = field(kw_only=True)  # its shape then
+
+    def get_shape(self) -> list[int]:
+        return list(self.becomes)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.change(super().__getitem__(slice(None)))[index]
+
+
+def changed(
+    tensor: GGUFTensor, change: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]
+) -> GGUFTensor:
+    """The tensor with values that `change` gives, which have this shape."""
+    return _Changed(**vars(tensor), change=change, becomes=shape)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from math import copysign
 from typing import Any
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = (
@@ -63,15 +64,16 @@ def sentencepiece_steps(
     expressions in `no_prefix_before`. Those match normalised tokens: the text is not parted before them.
     """
     vocab = {token: index for index, token in enumerate(tokens)}
-    merges: list[tuple[float, int, int, str, str]] = []
+    merges: list[tuple[float, float, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, kinds, strict=True):
         if kind == NORMAL:
             for at in range(1, min(len(token), _LONGEST)):
                 left, right = token[:at], token[at:]
                 if left in vocab and right in vocab:
-                    merges.append((-score, -at, vocab[left], left, right))
+                    merges.append((-score, copysign(1, -score), -at, vocab[left], left, right))
     # The best score first, as SentencePiece merges. Of equal scores, such as those of runs of spaces, it
-    # takes the leftmost pair, which is the one whose left token has grown most.
+    # takes the leftmost pair, which is the one whose left token has grown most. Symbols of a user, which
+    # files of Gemma have as plain tokens, come before the first merge: they have 0 and it has -0.
     merges.sort()
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
     before: list[dict[str, Any]] = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
