@@ -10,6 +10,7 @@ from torch import nn
 
 from nanovllm.families.blocks import TwoBlocks
 from nanovllm.families.qwen2 import windows
+from nanovllm.kernels.activation import Activation
 from nanovllm.models.config import HFConfig, ModelConfig, ModelFamily
 from nanovllm.models.decoder import Attention, Build, GatedMLP, layer_norm
 from nanovllm.moe.layers import ExpertNames, MoE, MoESpec
@@ -64,6 +65,8 @@ class MoEFamily(ModelFamily):
 
     def read(self, hf: HFConfig) -> ModelConfig:
         config, moe = super().read(hf), self.read_moe(hf)
+        if moe.activation is Activation.SILU:
+            moe = replace(moe, activation=config.activation)
         moe.check_size(config.hidden_size)
         return replace(config, moe=moe, names=self.expert_names(moe))
 

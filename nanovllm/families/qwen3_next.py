@@ -15,7 +15,7 @@ from torch import nn
 from nanovllm.families.blocks import LayersOf
 from nanovllm.families.gemma import GemmaFamily
 from nanovllm.families.qwen3_moe import MoEFamily, RoutedLayer, routed
-from nanovllm.formats.config_json.values import layer_kinds
+from nanovllm.formats.config_json.values import check_fixed, layer_kinds
 from nanovllm.formats.packed_parts import PartNames
 from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
@@ -89,6 +89,7 @@ class Hybrid(ModelFamily):
 
     def read(self, hf: HFConfig) -> ModelConfig:
         config = super().read(hf)
+        check_fixed(hf, {"hidden_act": "silu"})  # which the convolution has too
         if hf.get("attn_output_gate", True) is not True:
             raise ValueError(
                 f"config.json: attn_output_gate {hf.get('attn_output_gate')!r} is not supported; it must be "

@@ -132,6 +132,7 @@ def test_ropes_of_releases(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"attn_output_gate": False}, "attn_output_gate False is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; it must be 'silu'"),
         (
             {"linear_num_value_heads": 5},
             "linear_num_value_heads 5 must be 1 to 8 times linear_num_key_heads 2",
