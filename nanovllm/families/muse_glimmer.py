@@ -174,6 +174,7 @@ MUSE_GLIMMER = MuseFamily(
         "num_attention_heads": 32,
         "num_key_value_heads": 2,
         "head_dim": 128,
+        "hidden_activation": "silu",
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "post_norm_eps": 1e-8,

@@ -47,6 +47,8 @@ def one_form(
     with all that is known of it; it has no other key of rope. ValueError for overrides that contradict each
     other or do not say what they mean, and for rope settings of the wrong kind.
     """
+    if "hidden_activation" not in defaults:  # transformers reads hidden_act alone
+        file = {key: value for key, value in file.items() if key != "hidden_activation"}
     found = _named({**defaults, **file}, _names_of({**defaults, **file}))
     found = {key: value for key, value in found.items() if key in file or key in NAMES}
     changes = _named(overrides, _names_of(overrides, "hf_overrides"))
@@ -103,13 +105,14 @@ def _rope(
     """The settings of each kind of layer."""
     if not any(file.get(key) for key in _DICTS):
         file = {**file, "rope_scaling": None, "rope_parameters": defaults.get("rope_parameters")}
-    top = {key: value for key in _ROPE_KEYS if (value := _first(key, file, defaults)) is not None}
+    trained = PROPERTIES[-1]  # transformers takes this one from the top level first, of one rope alone
+    keys = [key for key in _ROPE_KEYS if ropes == "one" or key != trained]
+    top = {key: value for key in keys if (value := _first(key, file, defaults)) is not None}
     single, inside = _top_level(top, ropes), _in_dicts(file, "config.json", ropes)
     if ropes == "each":
         missing = [kind for kind, found in inside.items() if not found]
         if missing:
             raise ValueError(f"config.json: rope_parameters must have an object for {missing[0]!r}")
-    trained = PROPERTIES[-1]  # transformers takes this one from the top level first
     known = {
         kind: {"rope_type": "default"}
         | single[kind]

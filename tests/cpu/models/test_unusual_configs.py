@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from test_models import check_against_transformers
-from tiny_models import write_tiny_model
+from tiny_models import edit_json, write_tiny_model
 
 # What a family's tiny model has besides.
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
@@ -24,3 +24,23 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("family", "settings"), CONFIGS)
 def test_unusual_settings(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     check_against_transformers(write_tiny_model(tmp_path, family, **settings))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0, "original_max_position_embeddings": 32}
+BY_KIND = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+# What a family's tiny model has besides, and keys that its config.json has, and that change nothing.
+KEYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {}, {"hidden_activation": "gelu"}),
+    ("mellum", {"rope_parameters": BY_KIND}, {"original_max_position_embeddings": 8}),
+    ("olmo3", {"rope_parameters": BY_KIND}, {"original_max_position_embeddings": 8}),
+    ("gemma3", {"rope_parameters": BY_KIND}, {"original_max_position_embeddings": 8}),
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "keys"), KEYS)
+def test_keys_that_the_family_does_not_read(
+    tmp_path: Path, family: str, settings: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    folder = write_tiny_model(tmp_path, family, **settings)
+    edit_json(folder / "config.json", **keys)
+    check_against_transformers(folder)
