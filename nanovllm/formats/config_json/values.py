@@ -11,6 +11,7 @@ from nanovllm.kernels.activation import Activation
 from nanovllm.models.config import FULL, SLIDING, HFConfig
 
 MOST_LAYERS = 10_000  # each of which is listed
+_LARGEST_THETA = 2.0**63  # Llama 3 models for millions of tokens have some 10 ** 10
 _SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -150,7 +151,8 @@ def rope_from(params: Mapping[str, Any], theta: float, max_position_embeddings: 
             value = default
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < LARGEST:
+        most = _LARGEST_THETA if key == "rope_theta" else LARGEST
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < most:
             raise ValueError(f"rope setting {key!r} must be a number of at least 0, not {value!r}")
         return value
 

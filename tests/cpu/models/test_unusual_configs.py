@@ -11,6 +11,7 @@ from tiny_models import edit_json, write_tiny_model
 
 # What a family's tiny model has besides.
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 45913696000.0}}),
     ("qwen3_moe", {"hidden_act": "gelu"}),
     ("qwen2_moe", {"hidden_act": "gelu_pytorch_tanh"}),
     ("mixtral", {"hidden_act": "gelu"}),
