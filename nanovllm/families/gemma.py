@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from nanovllm.families.blocks import TwoBlocks, decoder_prefixes
@@ -45,7 +46,11 @@ class GemmaFamily(ModelFamily):
         if not isinstance(text, dict):
             raise ValueError(f"config.json: text_config must be an object, not {text!r}")
         own = {key: value for key, value in raw.items() if not key.endswith("_config") or "quant" in key}
-        return own | {key: value for key, value in text.items() if value is not None or key not in own}
+        found = own | {key: value for key, value in text.items() if value is not None or key not in own}
+        ends = [each["eos_token_id"] for each in (own, text) if each.get("eos_token_id") is not None]
+        if len(ends) > 1:  # each may lack some of the other's
+            found["eos_token_id"] = [*chain(*(each if isinstance(each, list) else [each] for each in ends))]
+        return found
 
     def read(self, hf: HFConfig) -> ModelConfig:
         config = super().read(hf)

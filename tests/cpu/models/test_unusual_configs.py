@@ -9,6 +9,8 @@ import pytest
 from test_models import check_against_transformers
 from tiny_models import edit_json, write_tiny_model
 
+from nanovllm.models.registry import get_family
+
 # What a family's tiny model has besides.
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 45913696000.0}}),
@@ -45,3 +47,14 @@ def test_keys_that_the_family_does_not_read(
     folder = write_tiny_model(tmp_path, family, **settings)
     edit_json(folder / "config.json", **keys)
     check_against_transformers(folder)
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "ends"),
+    [([1, 6], 1, (1, 6)), (5, [7, 8], (5, 7, 8)), ([1, 6], None, (1, 6)), (None, 6, (6,))],
+)
+def test_ends_of_a_model_and_of_its_decoder_count(whole: Any, text: Any, ends: tuple[int, ...]) -> None:
+    raw = {"eos_token_id": whole, "text_config": {"eos_token_id": text}}
+    for kind in ("Gemma3", "Gemma4", "Qwen3_5", "Mistral3"):
+        architecture = f"{kind}ForConditionalGeneration"
+        assert get_family(architecture).model_config(architecture, raw).eos_token_ids == ends
