@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from nanovllm.formats.config_json.values import layer_kinds, window_length
+from nanovllm.formats.config_json.values import check_windows, layer_kinds, window_length
 from nanovllm.models.config import FULL, HFConfig, ModelFamily
 
 QWEN_DEFAULTS = {
@@ -37,6 +37,7 @@ def max_window_layers(hf: HFConfig) -> int:
 
 def qwen_kinds(hf: HFConfig) -> Sequence[str]:
     """All layers after the first ones have the window, if the config enables it."""
+    check_windows(hf)
     return windows(hf, lambda layer: layer >= max_window_layers(hf))
 
 

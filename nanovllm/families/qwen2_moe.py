@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from nanovllm.families.qwen2 import max_window_layers, windows
 from nanovllm.families.qwen3_moe import QWEN3_MOE, MoEFamily
+from nanovllm.formats.config_json.values import check_windows
 from nanovllm.models.config import HFConfig
 
 
 def _kinds(hf: HFConfig) -> Sequence[str]:
     """Every other one of the first layers has the window, if the config enables it."""
+    check_windows(hf)
     return windows(hf, lambda layer: layer % 2 == 0 and layer < max_window_layers(hf))
 
 

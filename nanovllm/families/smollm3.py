@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nanovllm.formats.config_json.values import layer_kinds, window_length
+from nanovllm.formats.config_json.values import check_windows, layer_kinds, window_length
 from nanovllm.models.config import FULL, HFConfig, ModelConfig, ModelFamily
 
 
@@ -21,6 +21,7 @@ class SmolLM3Family(ModelFamily):
     """The layers without rope."""
 
     def read(self, hf: HFConfig) -> ModelConfig:
+        check_windows(hf)
         config = super().read(hf)
         specs = [config.spec(layer) for layer in range(config.num_layers)]
         rotated = _rotated(hf)

@@ -94,8 +94,9 @@ def _without_made_lists(
     )
     windows = {"sliding_window", "use_sliding_window"} & changes.keys()
     kinds = found.get("layer_types")
-    if windows and windows_were_off and isinstance(kinds, list) and all(kind == FULL for kind in kinds):
-        found = {key: value for key, value in found.items() if key != "layer_types"}  # made without windows
+    made_without = windows_were_off and isinstance(kinds, list) and all(kind == FULL for kind in kinds)
+    if windows and (made_without or changes.get("use_sliding_window") is False):  # or made with windows
+        found = {key: value for key, value in found.items() if key != "layer_types"}
     return found
 
 

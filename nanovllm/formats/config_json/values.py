@@ -33,6 +33,15 @@ def layer_kinds(hf: HFConfig, default: Callable[[int], bool]) -> list[str]:
     return kinds
 
 
+def check_windows(hf: HFConfig) -> None:
+    """ValueError if layer_types names layers with a window, and use_sliding_window is not true."""
+    if SLIDING in hf.get("layer_types", []) and not hf.boolean("use_sliding_window"):
+        raise ValueError(
+            f"config.json: layer_types names a layer with {SLIDING}, and use_sliding_window is not true; "
+            'make them agree, as with hf_overrides={"use_sliding_window": ...}'
+        )
+
+
 def check_layers(raw: Mapping[str, Any]) -> None:
     """ValueError for more layers than `MOST_LAYERS`."""
     count = raw.get("num_hidden_layers")

@@ -49,6 +49,20 @@ def test_keys_that_the_family_does_not_read(
     check_against_transformers(folder)
 
 
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Qwen2Moe", "SmolLM3"])
+def test_layers_with_windows_need_use_sliding_window(kind: str) -> None:
+    reader = get_family(f"{kind}ForCausalLM")
+    kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    raw = {**kinds, "sliding_window": 6}
+    for stated in ({}, {"use_sliding_window": False}, {"use_sliding_window": None}):
+        with pytest.raises(ValueError, match="layer_types names a layer with sliding_attention, and use_sl"):
+            reader.model_config("X", raw | stated)
+    config = reader.model_config("X", raw, overrides={"use_sliding_window": True})
+    assert [config.spec(layer).window for layer in range(2)] == [6, None]
+    config = reader.model_config("X", raw, overrides={"use_sliding_window": False})
+    assert [config.spec(layer).window for layer in range(2)] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("whole", "text", "ends"),
     [([1, 6], 1, (1, 6)), (5, [7, 8], (5, 7, 8)), ([1, 6], None, (1, 6)), (None, 6, (6,))],
