@@ -37,7 +37,8 @@ from nanovllm.quantization.base import Normed, Product
 from nanovllm.quantization.config import QuantConfig
 from nanovllm.quantization.shards import FileNames, WeightOptions, WeightShard
 
-_IN_WHOLE = ("model.language_model.", "model.", "language_model.model.")  # where files have the decoder
+# Where files have the decoder; those of a decoder alone have it at the top.
+_IN_WHOLE = ("model.language_model.", "model.", "language_model.model.", "")
 
 
 class _PlainNorm(WeightLayer):

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_models import check_against_transformers
-from tiny_models import edit_json, write_tiny_model
+import torch
+from safetensors.torch import load_file, save_file
+from test_models import PROMPT, check_against_transformers, forward, load
+from tiny_models import edit_json, transformers_logits, write_tiny_model
 
 from nanovllm.models.registry import get_family
 
@@ -47,6 +49,16 @@ def test_keys_that_the_family_does_not_read(
     folder = write_tiny_model(tmp_path, family, **settings)
     edit_json(folder / "config.json", **keys)
     check_against_transformers(folder)
+
+
+def test_a_bare_decoder_with_inputs_of_layers(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "gemma4-small")
+    expected = transformers_logits(folder, PROMPT)
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("model."): each for name, each in tensors.items()}
+    save_file(bare, folder / "model.safetensors", {"format": "pt"})
+    edit_json(folder / "config.json", architectures=["Gemma4TextModel"])
+    torch.testing.assert_close(forward(load(folder), PROMPT), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Qwen2Moe", "SmolLM3"])
