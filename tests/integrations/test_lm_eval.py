@@ -272,6 +272,13 @@ def test_what_cannot_run_is_refused_by_name(model: NanoVLLM) -> None:
     assert model.generate_until([request("generate_until", "A", {"max_gen_toks": 1})])
 
 
+def test_a_choice_that_joins_the_context(model: NanoVLLM) -> None:
+    """One token holds the end of the context and the choice, so no token of the choice is left to score."""
+    requests = [request("loglikelihood", "x we", choice) for choice in ("r", "!")]
+    with pytest.raises(ValueError, match="the continuation of pair 0 is empty"):
+        model.loglikelihood(requests)
+
+
 def test_the_program(folder: Path, results: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
     """The README's command with local data, on a machine without a GPU."""
     command = [sys.executable, "-m", "nanovllm.integrations.lm_eval", "--model", "nanovllm"]
