@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checked_llm import make_tiny
+from head_models import PLAIN
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_json, write_tiny_model
 from transformers import AutoModel
@@ -219,6 +220,16 @@ def test_embeddings_are_those_that_the_files_state(tmp_path: Path) -> None:
             mean = all_.mean(0)
             assert np.allclose(one.outputs.embedding, mean / mean.norm(), atol=1e-5)
             assert np.allclose(other.outputs.embedding, all_[-1] / all_[-1].norm(), atol=1e-5)
+
+
+def test_means_of_long_texts_are_summed_in_float32(tmp_path: Path) -> None:
+    """Of a decoder in bfloat16, where a sum no longer grows once it is 256 times what is added."""
+    prompt = [*range(2, 42)] * 10
+    with make_tiny(flatten(write_tiny_model(tmp_path)), dtype="bfloat16", max_model_len=512) as llm:
+        [each] = llm.encode([prompt], PLAIN, use_tqdm=False, pooling_task="token_embed")
+        [whole] = llm.embed([prompt], use_tqdm=False, pooling="mean", normalize=False)
+    assert torch.equal(each.outputs.data, each.outputs.data.bfloat16().float())
+    assert np.allclose(whole.outputs.embedding, each.outputs.data.mean(0), atol=1e-5)
 
 
 def transformers_model_hidden(folder: Path) -> list[torch.Tensor]:
