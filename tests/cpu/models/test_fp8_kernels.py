@@ -32,10 +32,12 @@ def test_quantised_weights(stored: Stored) -> None:
     assert not zeros.float().any() and (ones == 1).all()
 
 
-def test_a_row_of_nan_stays_alone() -> None:
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_row_that_is_not_finite_stays_alone(value: str) -> None:
+    """Its results are NaN: infinity does not become the largest value of FP8."""
     weight = fp8_cases.make_weight(16, 32, None, "cpu")
     x = torch.randn(3, 32)
-    x[1, 4] = float("nan")
+    x[1, 4] = float(value)
     out = fp8_linear(quantise_rows(x), weight, dtype=F32)
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
 
