@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from checked_llm import make_tiny
+from gguf_hybrids import write as write_tensors
 from safetensors.torch import load_file
 from test_models import PROMPT, forward, load
 from tiny_models import transformers_greedy, transformers_logits, write_tiny_model
@@ -18,7 +18,6 @@ from nanovllm import ModelLoadError, SamplingParams
 from nanovllm.cpu.integers import StoredConfig
 from nanovllm.formats.tokenizer_json.bpe import NORMAL, SPACE, sentencepiece_steps
 from nanovllm.models.registry import load_model_config, open_checkpoint
-from tools.write_gguf import encode_as
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -65,26 +64,17 @@ def write(folder: Path, path: Path, family: str, encode: str = "F32", **changes:
     keys["rope.freq_base"] = full["rope_theta"]
     if full["rope_type"] == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": full["factor"]}
-    writer = gguf.GGUFWriter(path, family)
-    for key, value in (keys | {key.replace("__", "."): each for key, each in changes.items()}).items():
-        add = {float: writer.add_float32, str: writer.add_string, int: writer.add_uint32}
-        if value is not None:
-            add[type(value)](f"{family}.{key}", value)
+    keys |= {key.replace("__", "."): value for key, value in changes.items()}
+    tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         module, _, kind = name.rpartition(".")
         prefix, known = "", module
         if module.startswith("model.layers."):
             _, _, layer, known = module.split(".", 3)
             prefix = f"blk.{layer}."
-        is_norm = "norm" in name
-        values = (tensor.float() + 1 if is_norm else tensor.float()).numpy()
-        data, stored_as = encode_as("F32" if is_norm else encode)(name, values)
-        writer.add_tensor(f"{prefix}{NAMES[known]}.{kind}", data, raw_dtype=stored_as)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+        tensors[f"{prefix}{NAMES[known]}.{kind}"] = tensor.float() + (1 if "norm" in name else 0)
+    kept = {key: value for key, value in keys.items() if value is not None}
+    return write_tensors(path, tensors, family, kept, encode)
 
 
 @pytest.mark.parametrize("family", PERIODS)
@@ -158,7 +148,7 @@ def test_symbols_of_a_user_come_before_the_first_merge() -> None:
     scores = [0.0, 0.0, -9.0, -8.0, -7.0, -0.0, -1.0]
     steps = sentencepiece_steps(tokens, [2, *[NORMAL] * 6], scores, prefix=False)
     steps["model"]["byte_fallback"] = False
-    content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": []}
+    content: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": []}
     tokenizer = Tokenizer.from_str(json.dumps(content | steps | {"post_processor": None}))
     assert tokenizer.encode("  to").tokens == [SPACE * 2, "to"]
     assert tokenizer.encode(" to").tokens == [f"{SPACE}t", "o"]
