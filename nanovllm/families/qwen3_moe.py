@@ -65,7 +65,7 @@ class MoEFamily(ModelFamily):
 
     def read(self, hf: HFConfig) -> ModelConfig:
         config, moe = super().read(hf), self.read_moe(hf)
-        if moe.activation is Activation.SILU:
+        if moe.activation is Activation.SILU:  # no activation of the experts' own
             moe = replace(moe, activation=config.activation)
         moe.check_size(config.hidden_size)
         return replace(config, moe=moe, names=self.expert_names(moe))

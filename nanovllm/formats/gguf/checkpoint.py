@@ -24,6 +24,7 @@ from nanovllm.errors import ModelLoadError
 from nanovllm.formats.gguf import gemma, hybrids, lfm2
 from nanovllm.formats.gguf.ends import ends
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor, all_tensors
+from nanovllm.formats.gguf.keys import distinct
 from nanovllm.formats.gguf.parts import models, parts
 from nanovllm.formats.gguf.tokenizer import write_tokenizer
 from nanovllm.models.registry import Checkpoint, T
@@ -128,13 +129,12 @@ class GGUFCheckpoint(Checkpoint):
     @contextmanager
     def tensors(self) -> Iterator[Mapping[str, WeightSource]]:
         config = _Config(self._files)
-        found: dict[str, WeightSource] = {}
-        for stored, tensor in config.tensors.items():
-            for name, each in _renamed(stored, tensor, config).items():
-                if name in found:
-                    raise config.file.problem(f"tensor {stored!r} is a second {name}")
-                found[name] = each
-        yield found
+        renamed = (
+            (stored, *item)
+            for stored, tensor in config.tensors.items()
+            for item in _renamed(stored, tensor, config).items()
+        )
+        yield distinct(config.file, renamed)
 
     def files(self) -> tuple[list[Path], list[Path]]:
         return [], [file.path for file in self._files]

@@ -9,16 +9,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
-
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor
-from nanovllm.formats.gguf.keys import Keys, changed
+from nanovllm.formats.gguf.keys import Keys, distinct, less_1
+from nanovllm.models.config import FULL, SLIDING
 
 ARCHITECTURES = {"gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM"}
-_STORED = re.compile(r"(?:blk\.(\d{1,9})\.)?(\w+)\.weight")
-# Norms, by their names in a layer of the model; None: as other files call them.
-_NORMS = {
-    **dict.fromkeys(("attn_norm", "attn_q_norm", "attn_k_norm", "output_norm"), None),
+_STORED = re.compile(r"blk\.(\d{1,9})\.(\w+)\.weight")
+_NORMS = {  # of a layer, by the model's names
+    "attn_norm": "input_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -36,21 +36,18 @@ def read(
     """The metadata without softcaps; the tensors, norms less 1 and by the model's names; and what config.json
     says besides. ModelLoadError for missing numbers."""
     reader = _Reader(file, tensors)
-    return reader.keys(), dict(map(_renamed, tensors.items())), reader.settings()
+    renamed = ((stored, *_renamed(stored, tensor)) for stored, tensor in tensors.items())
+    return reader.keys(), distinct(file, renamed), reader.settings()
 
 
-def _renamed(item: tuple[str, GGUFTensor]) -> tuple[str, GGUFTensor]:
-    stored, tensor = item
+def _renamed(stored: str, tensor: GGUFTensor) -> tuple[str, GGUFTensor]:
+    """A tensor by the name that other files, or the model, have for it."""
+    if stored == "output_norm.weight":
+        return stored, less_1(tensor)
     match = _STORED.fullmatch(stored)
     if match is None or match[2] not in _NORMS:
-        return item
-    own = _NORMS[match[2]]
-    name = stored if own is None else f"model.layers.{int(match[1] or 0)}.{own}.weight"
-    return name, changed(tensor, _less_1, tensor.shape)
-
-
-def _less_1(weight: torch.Tensor) -> torch.Tensor:
-    return weight - 1
+        return stored, tensor
+    return f"model.layers.{int(match[1])}.{_NORMS[match[2]]}.weight", less_1(tensor)
 
 
 class _Reader(Keys):
@@ -60,7 +57,7 @@ class _Reader(Keys):
     def settings(self) -> dict[str, Any]:
         layers, heads = self._count("block_count"), self._count("attention.head_count")
         head_dim = self._count("attention.key_length")
-        whole = layers == _LAYERS_OF_27B[self._architecture]
+        is_largest = layers == _LAYERS_OF_27B[self._architecture]
         default = _DEFAULT_WINDOW.get(self._architecture, 0)
         window = self._file.scalar(self._key("attention.sliding_window"), int, default)
         period = self._file.scalar(
@@ -71,10 +68,9 @@ class _Reader(Keys):
             for layer in range(min(layers, len(self._tensors)))
         ]
         found: dict[str, Any] = {
-            "hidden_act": "gelu_pytorch_tanh",
             "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": self._count("embedding_length") // heads if whole else head_dim,
-            "layer_types": ["sliding_attention" if each else "full_attention" for each in local],
+            "query_pre_attn_scalar": self._count("embedding_length") // heads if is_largest else head_dim,
+            "layer_types": [SLIDING if each else FULL for each in local],
             "sliding_window": window or None,
         }
         for name in _SOFTCAPS:
@@ -82,7 +78,5 @@ class _Reader(Keys):
         if self._architecture == "gemma3":
             theta = self._file.scalar(self._key("rope.freq_base_swa"), float, _LOCAL_THETA)
             found["rope_local_base_freq"] = theta
-            if not window:
-                del found["sliding_window"]
         kinds = {each.stored_as for each in self._tensors.values() if len(each.shape) > 1} - {"F32"}
         return found | ({"torch_dtype": "bfloat16"} if kinds == {"F16"} else {})  # which it was trained in

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor
-from nanovllm.formats.gguf.keys import Keys, changed
+from nanovllm.formats.gguf.keys import Keys, changed, distinct, less_1
 
 ARCHITECTURES = {
     "qwen3next": "Qwen3NextForCausalLM",
@@ -72,13 +72,10 @@ def read(
     ModelLoadError for missing numbers, for layers of no known kind, and matrices of other sizes.
     """
     reader = _Reader(file, tensors)
-    found: dict[str, GGUFTensor] = {}
-    for stored, tensor in tensors.items():
-        for name, each in reader.renamed(stored, tensor).items():
-            if name in found:
-                raise file.problem(f"tensor {stored!r} is a second {name}")
-            found[name] = each
-    return reader.keys, found, reader.settings()
+    renamed = (
+        (stored, *item) for stored, each in tensors.items() for item in reader.renamed(stored, each).items()
+    )
+    return reader.keys, distinct(file, renamed), reader.settings()
 
 
 class _Reader(Keys):
@@ -149,8 +146,7 @@ class _Reader(Keys):
         if layer >= self._layers:  # of speculation
             return {}
         if last in _NORMS and kind == "weight":
-            tensor = changed(tensor, lambda weight: weight - 1, tensor.shape)
-            return {stored.replace("post_attention_norm", "ffn_norm"): tensor}
+            return {stored.replace("post_attention_norm", "ffn_norm"): less_1(tensor)}
         if match is None:
             return {stored: tensor}
         if last == "ffn_norm":

@@ -1,10 +1,10 @@
-"""Keys: numbers of a GGUF file whose layers differ, below its architecture's name; tensors with other values.
-Refuses by name.
+"""Keys: numbers of a GGUF file whose layers differ, below its architecture's name. Tensors by other names,
+and with other values. Refuses by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,3 +72,19 @@ def changed(
 ) -> GGUFTensor:
     """The tensor with values that `change` gives, which have this shape."""
     return _Changed(**vars(tensor), change=change, becomes=shape)
+
+
+def less_1(tensor: GGUFTensor) -> GGUFTensor:
+    """The weight of a norm, which files store plus 1."""
+    return changed(tensor, lambda weight: weight - 1, tensor.shape)
+
+
+def distinct(file: GGUFFile, renamed: Iterable[tuple[str, str, GGUFTensor]]) -> dict[str, GGUFTensor]:
+    """Tensors by their new names. renamed: the stored name, the new one and the tensor. ModelLoadError for
+    two of one name."""
+    found: dict[str, GGUFTensor] = {}
+    for stored, name, tensor in renamed:
+        if name in found:
+            raise file.problem(f"tensor {stored!r} is a second {name}")
+        found[name] = tensor
+    return found

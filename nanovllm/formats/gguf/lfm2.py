@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor
-from nanovllm.formats.gguf.keys import Keys
+from nanovllm.formats.gguf.keys import Keys, distinct
 from nanovllm.states.short_conv import PARTS
 
 ARCHITECTURES = {"lfm2": "Lfm2ForCausalLM", "lfm2moe": "Lfm2MoeForCausalLM"}
@@ -63,13 +63,8 @@ def read(
     ModelLoadError for missing numbers, for layers of no known kind, other settings and unknown tensors.
     """
     reader = _Reader(file, tensors)
-    found: dict[str, GGUFTensor] = {}
-    for stored, tensor in tensors.items():
-        for name, each in reader.renamed(stored, tensor):
-            if name in found:
-                raise file.problem(f"tensor {stored!r} is a second {name}")
-            found[name] = each
-    return reader.keys(), found, reader.settings()
+    renamed = ((stored, *item) for stored, each in tensors.items() for item in reader.renamed(stored, each))
+    return reader.keys(), distinct(file, renamed), reader.settings()
 
 
 class _Reader(Keys):

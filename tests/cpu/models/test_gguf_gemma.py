@@ -16,6 +16,7 @@ from tiny_models import transformers_greedy, transformers_logits, write_tiny_mod
 
 from nanovllm import ModelLoadError, SamplingParams
 from nanovllm.cpu.integers import StoredConfig
+from nanovllm.formats.gguf.file import GGUFFile
 from nanovllm.formats.tokenizer_json.bpe import NORMAL, SPACE, sentencepiece_steps
 from nanovllm.models.registry import load_model_config, open_checkpoint
 
@@ -137,6 +138,20 @@ def test_missing_numbers_are_named(tmp_path: Path, key: str) -> None:
     folder = write_source(tmp_path / "folder", "gemma3", 2)
     path = write(folder, tmp_path / "m.gguf", "gemma3", **{key.replace(".", "__"): None})
     with pytest.raises(ModelLoadError, match=rf"gemma3\.{key} must be a number from 1 on, not None"):
+        load_model_config(path)
+
+
+def test_a_second_norm_is_named(tmp_path: Path) -> None:
+    folder = write_source(tmp_path / "folder", "gemma3", 2)
+    path = write(folder, tmp_path / "m.gguf", "gemma3")
+    tensors = {name: each[:] for name, each in GGUFFile(path).tensors.items()}
+    tensors["blk.00.ffn_norm.weight"] = tensors["blk.0.ffn_norm.weight"]
+    keys = {key.removeprefix("gemma3."): value for key, value in GGUFFile(path).metadata.items()}
+    kept = {key: value for key, value in keys.items() if not key.startswith("general.")}
+    path = write_tensors(tmp_path / "two.gguf", tensors, "gemma3", kept)
+    with pytest.raises(
+        ModelLoadError, match=r"'blk\.00\.ffn_norm\.weight' is a second model\.layers\.0\.pre_"
+    ):
         load_model_config(path)
 
 

@@ -62,6 +62,16 @@ def write_pair(
     return packed, source
 
 
+def check_pair(packed: Path, dense: Path) -> None:
+    """The weights are equal bit for bit, and the logits are those of transformers."""
+    ours, theirs = load(packed), load(dense)
+    mine, other = ours.state_dict(), theirs.state_dict()
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    expected = transformers_logits(dense, PROMPT)
+    torch.testing.assert_close(forward(ours, PROMPT), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_a_file_is_its_dequantised_weights(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
@@ -70,12 +80,7 @@ def test_a_file_is_its_dequantised_weights(tmp_path: Path, family: str, options:
     stored = load_file(packed / "model.safetensors")
     module = "in_proj_qkvz" if family == "qwen3_next" else "in_proj_qkv"
     assert f"model.layers.0.linear_attn.{module}.weight" not in stored
-    ours, theirs = load(packed), load(dense)
-    mine, other = ours.state_dict(), theirs.state_dict()
-    assert mine.keys() == other.keys()
-    assert all(torch.equal(mine[name], other[name]) for name in mine)
-    expected = transformers_logits(dense, PROMPT)
-    torch.testing.assert_close(forward(ours, PROMPT), expected, rtol=1e-4, atol=1e-4)
+    check_pair(packed, dense)
 
 
 @pytest.mark.parametrize("skip", [("linear_attn",), ("linear_attn", "self_attn", "shared_expert")], ids=str)

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checked_llm import make_tiny
 from safetensors.torch import load_file, save_file
-from test_int4_hybrids import FORMATS, write_pair
-from test_models import PROMPT, forward, load
-from tiny_models import transformers_greedy, transformers_logits
+from test_int4_hybrids import FORMATS, check_pair, write_pair
+from test_models import PROMPT, load
+from tiny_models import transformers_greedy
 
 from nanovllm import ModelLoadError, SamplingParams
 from nanovllm.models.registry import load_model_config
@@ -35,12 +34,7 @@ def test_a_file_is_its_dequantised_weights(tmp_path: Path, family: str, options:
     module = PACKED.get(family, "mlp.gate_up_proj")
     assert f"model.layers.0.{module}.weight" not in load_file(packed / "model.safetensors")
     check_weights(load_model_config(packed), packed)
-    ours, theirs = load(packed), load(dense)
-    mine, other = ours.state_dict(), theirs.state_dict()
-    assert mine.keys() == other.keys()
-    assert all(torch.equal(mine[name], other[name]) for name in mine)
-    expected = transformers_logits(dense, PROMPT)
-    torch.testing.assert_close(forward(ours, PROMPT), expected, rtol=1e-4, atol=1e-4)
+    check_pair(packed, dense)
 
 
 @pytest.mark.parametrize("format", ["awq", "gptq", "compressed-tensors"])
