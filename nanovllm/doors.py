@@ -200,6 +200,7 @@ EXTRAS = {
     "keep": "extras.planned:keep",  # gives the sequences of a step what they asked for
     "forced_ends": "extras.planned:forced_ends",  # of sequences that need no step for their last tokens
     "dead_end": "extras.planned:dead_end",
+    "found_stops": "extras.stop_strings:found_stops",  # searches the texts of a step
     "repetitions": "extras.repetitions:Repetitions",  # ends an answer that repeats itself
     "ending": "extras.ending:ExtrasEnding",  # ends a step with `Extras`, for an `Ending`
 }
@@ -211,6 +212,7 @@ CPU = {
     "linear_method": "cpu.dense:linear_method",
     "recorded_steps": "cpu.recorded:recorded_steps",
     "compile_ahead": "cpu.ahead:compile_ahead",
+    "warn_of_cache": "cpu.memory:warn_of_cache",
 }
 CPU_KERNELS = "cpu.kernels"  # the folder of kernels that are siblings of those in kernels/
 

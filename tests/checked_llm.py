@@ -62,8 +62,8 @@ class CheckedLLM(inside.AroundSteps, LLM):
         self.sequences += [seq for seq in unfinished if seq.status is SequenceStatus.FINISHED]
         return stepped
 
-    def finished(self, step: Any) -> None:
-        self.batches.append(step[0])
+    def finished(self, read: Any) -> None:
+        self.batches += [] if read is None else [read[0][0]]
 
     @property
     def num_free_blocks(self) -> int:

@@ -95,7 +95,7 @@ def grammars(llm: LLM) -> Any:
 def stop_searches(owner: LLM | Requests) -> dict[int, Any]:
     """The searches for stop strings, and what streams yielded, by the ids of unfinished sequences."""
     own = owner if hasattr(owner, "_stops") else requests(owner)
-    return own._stops | (own._parts._streams if own._parts else {})
+    return own._stops | (own.parts._streams if own.parts else {})
 
 
 def swap_visits(llm: LLM, visits: Any) -> Any:
@@ -105,13 +105,13 @@ def swap_visits(llm: LLM, visits: Any) -> Any:
 
 
 class AroundSteps:
-    """A base class before `LLM`: `around_step` gets each step as a function, `finished` its end."""
+    """A base class before `LLM`: `around_step` gets each step as a function, `finished` what was read."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         core, this = self._executor, ref(self)  # type: ignore[attr-defined]
         core.step = lambda step=core.step: this().around_step(step)
-        core._finished = lambda step, *rest, end=core._finished: this().finished(step) or end(step, *rest)
+        core._answers = lambda inner=core._answers: this().finished(inner.__self__._read) or inner()
 
     def around_step(self, step: Callable[[], Any]) -> Any:
         return step()

@@ -119,7 +119,7 @@ def main() -> None:
             )
             parts.timed(core.ranks, "run", "launch")
             parts.timed(core.scheduler, "postprocess", "postprocess")
-            parts.timed(core, "_finished", "outputs")
+            parts.timed(core, "_answers", "outputs")
             parts.timed(llm, "_noted", "noted")
         runs: list[dict[str, float]] = []
         profile = cProfile.Profile()

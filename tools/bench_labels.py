@@ -70,7 +70,7 @@ HOST = {
     "wait": (PendingOutput, "result"),
     "postprocess": (Scheduler, "postprocess"),
     "masks": (Scheduler, "masks"),
-    "answers": (Core, "_finished"),
+    "answers": (Core, "_answers"),
 }
 
 

@@ -6,7 +6,7 @@ Owns the Scheduler, the Ranks with rank 0's ModelRunner, and the Requests: seque
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
 from time import perf_counter
@@ -19,7 +19,7 @@ from nanovllm.doors import DRAFTS, Table, cpu_door
 from nanovllm.engine.executor import Load
 from nanovllm.engine.requests import Requests
 from nanovllm.engine.startup import OpenedModel, cache_options, usable_length
-from nanovllm.engine.stats import StepStats, pairs_of
+from nanovllm.engine.stats import StepStats, attention_pairs
 from nanovllm.lifecycle import held_interrupts
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.plan.sequence import Room
@@ -74,6 +74,8 @@ class Core:
         self._arrived: deque[tuple[Request, float]] = deque()
         self._num_arrived = 0  # sequences that these will have
         self._in_flight: _Launched | None = None
+        self._read: tuple[_Launched, TokenEvents, float] | None = None  # the last one that was, and when
+        self._ended: deque[tuple[int, float]] = deque()  # sequences without an answer yet, and when they did
         self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came
         self._peak_usage = 0.0
 
@@ -121,13 +123,14 @@ class Core:
         seq_ids = self.requests.unfinished_sequences(request_id)
         for seq_id in seq_ids:
             self.scheduler.abort(seq_id)
-        aborted = self.requests.finish(seq_ids, perf_counter())
+        now = perf_counter()
+        aborted = self.requests.finish([(seq_id, now) for seq_id in seq_ids])
         parts = self.requests.yielded(TokenEvents([], [], {}), seq_ids, aborted)
         return next(iter(aborted), None), parts
 
     def clear(self, failed: bool = False) -> bool:
         if failed:
-            self._in_flight = None
+            self._in_flight = self._read = None
             self.scheduler = self._make_scheduler(self._config, self.room)
         else:
             for seq_id in [*self.requests.unfinished]:
@@ -138,12 +141,14 @@ class Core:
         return not self.ranks.has_ended
 
     def step(self) -> tuple[list[RequestOutput], StepStats | None]:
-        """Launch the next step, then read the previous one; without `async_scheduling`, read the same one."""
+        """Launch the next step, make answers of earlier ones while the device works, then read the previous
+        one. Without `async_scheduling`, read the same one, and make its answers."""
         with held_interrupts(), self._device.current():
             launched = self._plan()
             if launched is not None:
                 launched = *launched[:3], self.ranks.run(ModelRunner.launch, launched[0])
             self._peak_usage = max(self._peak_usage, self.scheduler.block_manager.pool.usage)
+            made = self._answers()
             step = self._in_flight if self._run_ahead else self._drawn(launched)
             if step is not None:
                 batch, _, _, handle = step
@@ -151,12 +156,11 @@ class Core:
                 with self.ranks.kill_on_error("a step"):
                     output = handle.result()
                 now = perf_counter()
-                events = self.scheduler.postprocess(batch, output)
-            if self._run_ahead:
-                self._in_flight = self._drawn(launched)
-            if step is None:
-                return [], None
-            return self._finished(step, events, now)
+                self._read = step, self.scheduler.postprocess(batch, output), now
+            if not self._run_ahead:
+                return self._answers()
+            self._in_flight = self._drawn(launched)
+            return made
 
     def share(self, stats: StepStats) -> StepStats:
         return stats
@@ -182,10 +186,11 @@ class Core:
         masks = self.scheduler.masks(step[0], self.runner.mask_buffer)
         return *step[:3], self.ranks.run(ModelRunner.draw, masks)
 
-    def _finished(
-        self, step: _Launched, events: TokenEvents, now: float
-    ) -> tuple[list[RequestOutput], StepStats]:
-        """What a step gave that was read at `now`."""
+    def _answers(self) -> tuple[list[RequestOutput], StepStats | None]:
+        """What the step gave that was read last, with the answers that are made until the next one ends."""
+        if self._read is None:
+            return [], None
+        (step, events, now), self._read = self._read, None
         batch, num_cached_tokens, num_preemptions, _ = step
         seconds, self._last_end = now - self._last_end, now
         if batch.kind is StepKind.PREFILL:
@@ -194,12 +199,14 @@ class Core:
         for seq_id, reason in stopped.items():
             self.scheduler.abort(seq_id, reason)
         ended = events.finish_reasons | stopped
-        outputs = self.requests.finish(ended, now)
+        left = len(self._ended)
+        self._ended.extend([(seq_id, now) for seq_id in ended])
+        outputs = self.requests.finish(self._due(left))
         stats = StepStats(
             kind=batch.kind,
             num_seqs=len({*batch.seq_ids}),
             num_new_tokens=len(batch.token_ids),
-            num_attention_pairs=pairs_of(batch),
+            num_attention_pairs=attention_pairs(batch.query_lens, batch.context_lens),
             seconds=seconds,
             num_drawn_tokens=len(events.token_ids),
             num_cached_tokens=num_cached_tokens,
@@ -210,6 +217,14 @@ class Core:
             num_preemptions=num_preemptions,
         )
         return self.requests.yielded(events, ended, outputs), stats
+
+    def _due(self, left: int) -> Iterator[tuple[int, float]]:
+        """Sequences whose answers to make: the first `left`, and others until the step that runs ends."""
+        handle = None if self._in_flight is None or self.requests.parts else self._in_flight[3]
+        while self._ended and (handle is None or left > 0 or not handle.waits_for_host()):
+            (seq_id, ended), left = self._ended.popleft(), left - 1
+            if seq_id in self.requests.unfinished:  # it was not aborted meanwhile
+                yield seq_id, ended
 
     # -- between requests ------------------------------------------------------------------------------------
 

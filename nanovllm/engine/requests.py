@@ -58,7 +58,7 @@ class Requests:
         self._states: dict[str, RequestState] = {}  # by request id
         self.unfinished: dict[int, RequestState] = {}  # by id of each unfinished sequence
         self._stops: dict[int, Any] = {}  # `StopStrings` by id of each unfinished sequence with stop strings
-        self._parts: Any = None  # `Parts` of all answers, for a stream with deltas
+        self.parts: Any = None  # `Parts` of all answers, for a stream with deltas
         self._epoch = time() - perf_counter()  # converts perf_counter to seconds since 1970
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class Requests:
 
     def yield_parts(self, deltas: bool) -> None:
         """Whether `yielded` returns parts of answers from now on. Called while there is no request."""
-        self._parts = _STREAMS["parts"](self.processor) if deltas else None
+        self.parts = _STREAMS["parts"](self.processor) if deltas else None
 
     def make_sequences(self, request: Request) -> list[Sequence]:
         """Return a new sequence for each completion of the request, their ids in order; adds nothing yet."""
@@ -97,13 +97,13 @@ class Requests:
         state = self._states[str(request.request_id)] = RequestState(request, sequences, arrival)
         for index, seq in enumerate(sequences):
             self.unfinished[seq.seq_id] = state
-            stop = self.processor.stop_strings(request, always=self._parts is not None)
+            stop = self.processor.stop_strings(request, always=self.parts is not None)
             if request.params.repetition_detection is not None:
                 stop = _EXTRAS["repetitions"].of(self.processor, request, stop)
             if stop is not None:
                 self._stops[seq.seq_id] = stop
-            if self._parts is not None:
-                self._parts.add(seq.seq_id, state, index, stop)
+            if self.parts is not None:
+                self.parts.add(seq.seq_id, state, index, stop)
 
     def unfinished_sequences(self, request_id: str | int) -> list[int]:
         """The ids of the request's unfinished sequences; empty if the request is unknown or finished."""
@@ -120,29 +120,19 @@ class Requests:
     def first_tokens(self, events: TokenEvents, now: float) -> None:
         """Record that the tokens of a prefill step were read."""
         for seq_id in events.seq_ids:
-            state = self.unfinished[seq_id]
-            if state.first_token is None:
+            state = self.unfinished.get(seq_id)
+            if state is not None and state.first_token is None:  # else it was aborted meanwhile
                 state.first_token = now
 
     def find_stop_strings(self, events: TokenEvents) -> dict[int, str]:
-        """Decode the tokens of a step; return {sequence id: finish reason} for those that such a search ends.
-
-        The token that stopped a sequence, its last one, is not part of its text.
-        """
-        found: dict[int, str] = {}
-        if self._stops:
-            last = {seq_id: place for place, seq_id in enumerate(events.seq_ids)}
-            for place, (seq_id, token_id) in enumerate(zip(events.seq_ids, events.token_ids, strict=True)):
-                stop = self._stops.get(seq_id)
-                is_stop = events.finish_reasons.get(seq_id) == "stop" and place == last[seq_id]
-                if stop is not None and not is_stop and stop.append(token_id):
-                    found[seq_id] = stop.reason
+        """Decode the tokens of a step; return {sequence id: finish reason} for those that a search ends."""
+        found: dict[int, str] = _EXTRAS["found_stops"](self._stops, events) if self._stops else {}
         return found
 
-    def finish(self, seq_ids: Iterable[int], now: float) -> list[RequestOutput]:
-        """Record sequences that ended; return the outputs of the requests that ended with them."""
+    def finish(self, ended: Iterable[tuple[int, float]]) -> list[RequestOutput]:
+        """Record sequences that ended, and when; return the outputs of the requests that ended with them."""
         outputs = []
-        for seq_id in seq_ids:
+        for seq_id, now in ended:
             state = self.unfinished.pop(seq_id)
             request, index = state.request, seq_id - state.sequences[0].seq_id
             state.completions[index] = self._complete(request, index, state.sequences[index])
@@ -158,7 +148,7 @@ class Requests:
 
         events: the new tokens. ended: the ids of sequences that ended.
         """
-        return outputs if self._parts is None else self._parts.take(events, ended, outputs)
+        return outputs if self.parts is None else self.parts.take(events, ended, outputs)
 
     def _metrics(self, state: RequestState, now: float) -> RequestMetrics:
         epoch, scheduled, token = self._epoch, state.first_scheduled, state.first_token
@@ -188,7 +178,7 @@ class Requests:
         self._states.clear()
         self.unfinished.clear()
         self._stops.clear()
-        self._parts = None
+        self.parts = None
 
     def _complete(self, request: Request, index: int, seq: Sequence) -> CompletionOutput:
         """Return completion `index` of the request, computed by `seq`."""

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nanovllm.answers import RequestMetrics, RequestOutput, unlisted
-from nanovllm.batch import Batch, StepKind
+from nanovllm.batch import StepKind
 from nanovllm.doors import COUNTS, PROGRESS, Table
 
 # Of an output or a part of one: the request's id, whether this is all, the times, the prompt's length, and of
@@ -46,13 +46,6 @@ class StepStats:
     num_waiting: int  # sequences
     kv_cache_usage: float  # share of the blocks that sequences hold
     num_preemptions: int = 0  # sequences that gave up their blocks for this step
-
-
-def pairs_of(batch: Batch) -> int:
-    """The pairs of a step; in decode each row has one new token."""
-    if batch.kind is StepKind.DECODE:
-        return int(batch.context_lens.sum())
-    return attention_pairs(batch.query_lens, batch.context_lens)
 
 
 def attention_pairs(query_lens: np.ndarray, context_lens: np.ndarray) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from nanovllm.answers import CompletionOutput
+from nanovllm.batch import TokenEvents
 from nanovllm.params import SamplingParams
 from nanovllm.text.characters import CONTEXT
 from nanovllm.text.detokenizer import Detokenizer
@@ -209,3 +210,19 @@ class StopStrings:
         assert self.found is not None
         text = "".join(self._parts)
         return text[: len(text) - self._end - (0 if include else len(self.found))]
+
+
+def found_stops(stops: dict[int, Any], events: TokenEvents) -> dict[int, str]:
+    """Decode the tokens of a step; return {sequence id: finish reason} for those that a search ends.
+
+    stops: `StopStrings`, or what works as it, by sequence id. The token that stopped a sequence, its last
+    one, is not part of its text.
+    """
+    found: dict[int, str] = {}
+    last = {seq_id: place for place, seq_id in enumerate(events.seq_ids)}
+    for place, (seq_id, token_id) in enumerate(zip(events.seq_ids, events.token_ids, strict=True)):
+        stop = stops.get(seq_id)
+        is_stop = events.finish_reasons.get(seq_id) == "stop" and place == last[seq_id]
+        if stop is not None and not is_stop and stop.append(token_id):
+            found[seq_id] = stop.reason
+    return found

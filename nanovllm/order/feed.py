@@ -59,7 +59,7 @@ class Feed:
         now: Sequence[int] = range(len(prompts))
         if self._lazily:
             doubtful = _wrong(prompts, engine) if isinstance(prompts, Ids) else _doubtful(texts, engine)
-            now = sorted({*doubtful, *_unlike(params)})
+            now = sorted({*doubtful, *_unlike(params, engine)})
         self._made: dict[int, Request] = {}  # by row
         self._looked = 0  # at so many outputs of the call
         refused = self._make(now)
@@ -168,14 +168,16 @@ def _texts(prompts: Sequence[Prompt | BadRow]) -> Sequence[str | None]:
     return [each.text if isinstance(each, Prompt) and each.token_ids is None else None for each in prompts]
 
 
-def _unlike(params: Sequence[SamplingParams | BadRow]) -> list[int]:
-    """Where parameters are bad, come for the first time, or have rules that depend on the prompt's tokens."""
-    if _are_one(params) and not _has_rules(params[0]):
+def _unlike(params: Sequence[SamplingParams | BadRow], engine: Generation) -> list[int]:
+    """Where parameters are bad, come for the first time, or have rules that depend on the prompt's tokens,
+    as those do that begin after some thinking."""
+    differs = _has_rules if getattr(engine._processor, "reads_thinking", False) else _is_bad
+    if _are_one(params) and not differs(params[0]):
         return [0]
     known: set[int] = set()
     found = []
     for row, each in enumerate(params):
-        if id(each) not in known or _has_rules(each):
+        if id(each) not in known or differs(each):
             known.add(id(each))
             found.append(row)
     return found
@@ -184,6 +186,10 @@ def _unlike(params: Sequence[SamplingParams | BadRow]) -> list[int]:
 def _are_one(params: Sequence[SamplingParams | BadRow]) -> bool:
     """Whether all rows have the same object."""
     return len(set(map(id, params))) == 1
+
+
+def _is_bad(params: SamplingParams | BadRow) -> bool:
+    return not isinstance(params, SamplingParams)
 
 
 def _has_rules(params: SamplingParams | BadRow) -> bool:

@@ -164,6 +164,10 @@ class PendingOutput:
         """tensors: on the host, written once `event` has passed; None: they are written."""
         self.tensors, self.event = tensors, event
 
+    def waits_for_host(self) -> bool:
+        """Whether a device has computed it, and may idle until the host goes on."""
+        return self.event is not None and self.event.query()
+
     def result(self) -> StepOutput[np.ndarray]:
         """Wait for the step and return a copy of its outputs. Sequences keep them until they end, while later
         steps reuse the pinned memory."""

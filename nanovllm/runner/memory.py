@@ -16,7 +16,7 @@ from nanovllm.attention.rotary import AttentionSpec
 from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.device import Device
-from nanovllm.doors import Table
+from nanovllm.doors import Table, cpu_door
 from nanovllm.errors import KVCacheMemoryError
 from nanovllm.kv_group import ONE_GROUP, KVGroup
 from nanovllm.models.decoder import Attention
@@ -24,7 +24,6 @@ from nanovllm.models.decoder import Attention
 logger = logging.getLogger("nanovllm")
 
 CALIBRATION_TOKENS = 2048  # of the prompt from which an FP8 cache gets its scales, or `max_model_len`
-_CPU_CACHE_SHARE = 1 / 3  # of the free memory; more for KV caches of the default size gives a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +109,8 @@ def fit_kv_cache(spaces: list[KVCacheSpace], config: Config, block_size: int, mo
     size = num_blocks * spaces[0].per_block / 2**30
     each = " on each rank" if len(spaces) > 1 else ""
     logger.info("KV cache: %d blocks of %d tokens, %.2f GiB%s", num_blocks, block_size, size, each)
-    share = len(spaces) * size * 2**30 / max(spaces[0].free, 1)
-    if spaces[0].device == "cpu" and not chosen and share > _CPU_CACHE_SHARE:
-        logger.warning(
-            "up to %.2f GiB of memory%s will be used for keys and values of the texts that run at once; to "
-            "use less, pass kv_cache_memory_bytes, for example 2**30 for 1 GiB",
-            *(size, each),
-        )
+    if spaces[0].device == "cpu" and not chosen:
+        cpu_door("warn_of_cache")(size, len(spaces), spaces[0].free / 2**30)
     return num_blocks
 
 

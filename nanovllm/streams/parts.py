@@ -50,7 +50,9 @@ class Parts:
             token_ids[seq_id].append(token_id)
         parts: dict[str, tuple[RequestState, list[CompletionOutput]]] = {}
         for seq_id, new in token_ids.items():
-            stream = self._streams[seq_id]
+            stream = self._streams.get(seq_id)
+            if stream is None:  # it was aborted after the step was read
+                continue
             key = str(stream.state.request.request_id)
             parts.setdefault(key, (stream.state, []))[1].append(self._part(seq_id, stream, new))
         whole = {output.request_id: output for output in outputs}

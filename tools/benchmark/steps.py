@@ -35,18 +35,19 @@ class StepRecorder:
         self._log: list[Step] = []
         indices: dict[int, int] = {}  # of the prompts of sequences, which may have ended
         core: Any = llm._executor
-        finish = core._finished
+        inner = core._answers
 
-        def finished(step: Any, *args: Any) -> Any:
-            batch, owners = step[0], core.requests.unfinished
-            known = [each for each in batch.seq_ids if each in owners]
-            indices.update((each, owners[each].request.index) for each in known)
-            outputs, stats = finish(step, *args)
-            rows = np.array([indices[each] for each in batch.seq_ids])
-            self._log.append(Step(stats.seconds, stats.kind, batch.query_lens, batch.context_lens, rows))
+        def answers() -> Any:
+            read, owners = core._read, core.requests.unfinished
+            seq_ids = () if read is None else read[0][0].seq_ids
+            indices.update((each, owners[each].request.index) for each in seq_ids if each in owners)
+            outputs, stats = inner()
+            if read is not None:
+                batch, rows = read[0][0], np.array([indices[each] for each in seq_ids])
+                self._log.append(Step(stats.seconds, stats.kind, batch.query_lens, batch.context_lens, rows))
             return outputs, stats
 
-        core._finished = finished
+        core._answers = answers
 
     def take(self) -> list[Step]:
         """The steps since the last call, all of one `generate` with one completion for each prompt."""

@@ -9,7 +9,7 @@ from typing import Any
 import inside
 import pytest
 
-from nanovllm import LLM, SamplingParams, demo_model_path
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams, demo_model_path
 from nanovllm.order import feed
 from nanovllm.order.texts import Texts
 from nanovllm.text.prompts import parse_prompts
@@ -172,11 +172,15 @@ def test_token_ids_are_made_requests_late(llm: LLM, monkeypatch: pytest.MonkeyPa
     counts, held = held_prompts(llm, monkeypatch)
     parts = llm.generate(IDS, [params[0]] * len(IDS), use_tqdm=False)
     assert counts[-1] == len(IDS) and max(held) <= 3 * SEQS + 1
+    choice = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "bc"]), max_tokens=9)
+    held.clear()
+    texts = {each["text"] for each in llm.generate(IDS, [choice] * len(IDS), use_tqdm=False)}
+    assert texts <= {"a", "bc"} and max(held) <= 3 * SEQS + 1
     parts = llm.generate(IDS, params, use_tqdm=False)
     assert [each["token_ids"] for each in parts] == [each["token_ids"] for each in whole]
     assert [each.prompt_token_ids for each in parts] == IDS
     first = int(whole[0].request_id)
-    assert [int(each.request_id) - first for each in parts] == list(range(2 * len(IDS), 3 * len(IDS)))
+    assert [int(each.request_id) - first for each in parts] == list(range(3 * len(IDS), 4 * len(IDS)))
     assert [output.index for output in parts] == list(range(len(IDS)))
 
 

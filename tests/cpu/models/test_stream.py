@@ -320,13 +320,14 @@ def test_leaving_the_loop_ends_a_stream_that_no_variable_keeps(llm: CheckedLLM) 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_thread_aborts_at_the_next_step_of_generate(llm: CheckedLLM, count: int) -> None:
-    """The first step does not end before another thread asks for the abort; the second one is without it."""
+    """The report of the first step does not end before another thread asks for the abort: by then two steps
+    are read, and the next one is without it."""
     first = inside.next_id(llm)
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     outputs, aborted = aborted_during(llm, first, lambda: llm.generate([[5]] * count, long, use_tqdm=False))
     assert [output.index for output in outputs] == list(range(count))
     assert aborted == outputs[0] and outputs[0]["finish_reason"] == "abort"
-    assert len(outputs[0]["token_ids"]) == 1, "it ends before the next step"
+    assert len(outputs[0]["token_ids"]) == 2, "it ends before the next step"
     assert [len(output["token_ids"]) for output in outputs[1:]] == [40] * (count - 1)
     assert llm.abort(first) is None
     assert_idle(llm)

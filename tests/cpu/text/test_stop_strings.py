@@ -240,7 +240,7 @@ def test_tokens_behind_the_match_in_one_step_are_dropped() -> None:
     seq.finish_reason = "length"
     events = TokenEvents([seq.seq_id] * len(output), output, {seq.seq_id: "length"})
     stopped = requests.find_stop_strings(events)
-    [out] = requests.finish(events.finish_reasons | stopped, 1.0)
+    [out] = requests.finish([(seq_id, 1.0) for seq_id in events.finish_reasons | stopped])
     assert (out["text"], out["finish_reason"], out.outputs[0].stop_reason) == ("Hel", "stop", "lo")
     assert tokenizer.decode(out["token_ids"]).startswith("Hello") and len(out["token_ids"]) < len(output)
     assert not inside.stop_searches(requests) and not requests
