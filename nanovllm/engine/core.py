@@ -157,10 +157,14 @@ class Core:
                     output = handle.result()
                 now = perf_counter()
                 self._read = step, self.scheduler.postprocess(batch, output), now
-            if not self._run_ahead:
-                return self._answers()
-            self._in_flight = self._drawn(launched)
-            return made
+            if self._run_ahead:
+                self._in_flight = self._drawn(launched)
+            if self._read is not None:
+                events = self._read[1]
+                events.finish_reasons.update(stopped := self.requests.find_stop_strings(events))
+                for seq_id, reason in stopped.items():
+                    self.scheduler.abort(seq_id, reason)
+            return made if self._run_ahead else self._answers()
 
     def share(self, stats: StepStats) -> StepStats:
         return stats
@@ -195,11 +199,7 @@ class Core:
         seconds, self._last_end = now - self._last_end, now
         if batch.kind is StepKind.PREFILL:
             self.requests.first_tokens(events, now)
-        stopped = self.requests.find_stop_strings(events)
-        for seq_id, reason in stopped.items():
-            self.scheduler.abort(seq_id, reason)
-        ended = events.finish_reasons | stopped
-        left = len(self._ended)
+        ended, left = events.finish_reasons, len(self._ended)
         self._ended.extend([(seq_id, now) for seq_id in ended])
         outputs = self.requests.finish(self._due(left))
         stats = StepStats(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from checked_llm import make_tiny, run
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams, demo_model_path
 from nanovllm.batch import StepKind
 from nanovllm.engine.stats import StepStats
 from nanovllm.runner.inputs import PendingOutput
@@ -84,6 +84,25 @@ def test_aborted_between_its_end_and_its_answer(model: Path, deltas: bool) -> No
         assert aborted is not None
         assert (aborted["token_ids"], aborted["finish_reason"]) == (expected[0], "length")
         assert [out.request_id for out in run(llm)] == [ids[1]]
+
+
+@pytest.mark.usefixtures("late")
+def test_a_stop_string_is_found_when_its_token_is_read() -> None:
+    """So an abort before the answer is made leaves what comes before the stop string."""
+    values = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    with LLM(demo_model_path(), **MORE) as llm:
+        [whole] = llm.generate("What is 17 + 25?", SamplingParams(**values), use_tqdm=False)
+        stop = whole["text"][9:12]
+        params = SamplingParams(**values, stop=stop)
+        [expected] = llm.generate("What is 17 + 25?", params, use_tqdm=False)
+        assert expected["finish_reason"] == "stop" and stop not in expected["text"]
+        request = llm.add_request("What is 17 + 25?", params)
+        for _ in range(len(expected["token_ids"]) + 1):  # the first one reads no token
+            assert not llm.step()
+        aborted = llm.abort(request)
+        assert aborted is not None
+        assert (aborted["text"], aborted["finish_reason"]) == (expected["text"], "stop")
+        assert llm.is_finished()
 
 
 @pytest.mark.usefixtures("late")
