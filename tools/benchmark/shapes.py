@@ -44,13 +44,16 @@ GEMMA3_CONFIG: dict[str, Any] = {  # what differs from a Qwen3 of this shape
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
-GPT_OSS = {"gpt-oss-20b": (24, 2880, 2880, 64, False)}  # the same; the width of an expert
+GPT_OSS = {  # the same; the width of an expert
+    "gpt-oss-20b": (24, 2880, 2880, 64, False),
+    "gpt-oss-120b": (36, 2880, 2880, 64, False),
+}
+GPT_OSS_EXPERTS = {"gpt-oss-20b": 32, "gpt-oss-120b": 128}
 GPT_OSS_CONFIG: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
     "vocab_size": 201088,
     "head_dim": 64,
-    "num_local_experts": 32,
     "num_experts_per_tok": 4,
     "sliding_window": 128,
     "attention_bias": True,
@@ -261,7 +264,7 @@ def write_shape(name: str, folder: Path, longest: int = 0) -> Path:
     if name in GEMMA3:
         config |= GEMMA3_CONFIG
     if name in GPT_OSS:
-        config |= GPT_OSS_CONFIG
+        config |= GPT_OSS_CONFIG | {"num_local_experts": GPT_OSS_EXPERTS[name]}
     if name in QWEN3_5:
         config |= qwen3_5_config(name)
     config |= QWEN3_MOE.get(name, {}) | MORE_CONFIG.get(name, {})

@@ -229,13 +229,17 @@ def test_the_shape_of_gemma(tmp_path: Path) -> None:
     assert (config.num_layers, config.head_dim, config.longest) == (34, 256, 131_072)
 
 
-def test_the_shape_of_gpt_oss(tmp_path: Path) -> None:
-    config = load_model_config(write_shape("gpt-oss-20b", tmp_path))
-    assert [config.spec(layer).window for layer in range(24)] == 12 * [128, None]
+@pytest.mark.parametrize(
+    ("name", "layers", "experts", "total"), [("20b", 24, 32, 20.9e9), ("120b", 36, 128, 117e9)]
+)
+def test_the_shape_of_gpt_oss(tmp_path: Path, name: str, layers: int, experts: int, total: float) -> None:
+    config = load_model_config(write_shape(f"gpt-oss-{name}", tmp_path))
+    assert [config.spec(layer).window for layer in range(layers)] == layers // 2 * [128, None]
     moe, quant = config.moe, type(config.quant).__name__
-    assert moe is not None and (moe.num_experts, moe.top_k, moe.width, quant) == (32, 4, 2880, "Mxfp4Config")
-    params = Cost.of(config, 2, 2).layer_params + 28 * 24 * 3 * 2880 * 2880 + 2 * config.vocab_size * 2880
-    assert params == pytest.approx(20.9e9, rel=0.01)
+    assert moe is not None
+    assert (moe.num_experts, moe.top_k, moe.width, quant) == (experts, 4, 2880, "Mxfp4Config")
+    outside = (experts - 4) * layers * 3 * 2880 * 2880 + 2 * config.vocab_size * 2880
+    assert Cost.of(config, 2, 2).layer_params + outside == pytest.approx(total, rel=0.01)
 
 
 @pytest.mark.parametrize("name", QWEN3)
