@@ -91,8 +91,8 @@ class Config:
     tensor_parallel_size: int = option(1, "GPUs (on a CPU: processes) that share a model, from `device` on.",
         "A number that does not divide the attention heads; more GPUs than there are.", least=1)
     enable_expert_parallel: bool = option(False, "For a mixture of experts: each rank holds [whole "
-        "experts](#whole-experts-by-rank), not a part of the width of every one. It is not measured yet "
-        "which of both is faster.",
+        "experts](#whole-experts-by-rank), not a part of the width of every one. Two GPUs are as fast with "
+        "either.",
         "`tensor_parallel_size=1`; another model; more ranks than experts.")
     data_parallel_size: int = option(1, "[Replicas of the model](#several-replicas), each on its own "
         "`tensor_parallel_size` devices, from that of `device` on. On a CPU they share the host.",
