@@ -43,7 +43,7 @@ def _no_number(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SourceRow:
     """A row of a file.
 
