@@ -74,7 +74,8 @@ class Core:
         self._arrived: deque[tuple[Request, float]] = deque()
         self._num_arrived = 0  # sequences that these will have
         self._in_flight: _Launched | None = None
-        self._read: tuple[_Launched, TokenEvents, float] | None = None  # the last one that was, and when
+        # The last one that was, when, and the seconds since the one before.
+        self._read: tuple[_Launched, TokenEvents, float, float] | None = None
         self._ended: deque[tuple[int, float]] = deque()  # sequences without an answer yet, and when they did
         self._last_end = 0.0  # perf_counter at the end of the last step, or when the first request came
         self._peak_usage = 0.0
@@ -155,8 +156,8 @@ class Core:
                 assert handle is not None
                 with self.ranks.kill_on_error("a step"):
                     output = handle.result()
-                now = perf_counter()
-                self._read = step, self.scheduler.postprocess(batch, output), now
+                seconds, self._last_end = (now := perf_counter()) - self._last_end, now
+                self._read = step, self.scheduler.postprocess(batch, output), now, seconds
             if self._run_ahead:
                 self._in_flight = self._drawn(launched)
             if self._read is not None:
@@ -194,9 +195,8 @@ class Core:
         """What the step gave that was read last, with the answers that are made until the next one ends."""
         if self._read is None:
             return [], None
-        (step, events, now), self._read = self._read, None
+        (step, events, now, seconds), self._read = self._read, None
         batch, num_cached_tokens, num_preemptions, _ = step
-        seconds, self._last_end = now - self._last_end, now
         if batch.kind is StepKind.PREFILL:
             self.requests.first_tokens(events, now)
         ended, left = events.finish_reasons, len(self._ended)

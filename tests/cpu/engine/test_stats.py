@@ -55,6 +55,28 @@ def test_seconds_are_those_of_the_calls(model: Path, run_ahead: bool) -> None:
             time.sleep(0.1)
 
 
+@pytest.mark.parametrize("how", ["closed", "aborted"])
+def test_idle_time_belongs_to_no_step_after_requests_that_ended_early(model: Path, how: str) -> None:
+    """The last step of these was read, or still runs; the next call reports both."""
+    steps: list[StepStats] = []
+    with make_tiny(model) as llm:
+        if how == "closed":
+            stream = llm.stream([[5] * 4, [6] * 4], params(9), deltas=True)
+            next(stream)
+            stream.close()
+        else:
+            request = llm.add_request([5] * 4, params(9))
+            assert not [out for _ in range(4) for out in llm.step()]
+            llm.abort(request)
+        time.sleep(0.1)
+        llm.on_step, start = steps.append, time.perf_counter()
+        llm.generate([7] * 3, params(3), use_tqdm=False)
+        seconds, left = time.perf_counter() - start, steps[0].seconds
+        assert [step.kind for step in steps] == [DECODE, DECODE, PREFILL, DECODE, DECODE]
+        assert min(step.seconds for step in steps) > 0
+        assert left < 0.1 and sum(step.seconds for step in steps) - left <= seconds
+
+
 def test_waiting_requests_and_kv_cache_usage(model: Path) -> None:
     steps: list[StepStats] = []
     with make_tiny(model, async_scheduling=False, num_kvcache_blocks=16, max_num_seqs=2) as llm:
