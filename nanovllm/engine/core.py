@@ -124,8 +124,9 @@ class Core:
         seq_ids = self.requests.unfinished_sequences(request_id)
         for seq_id in seq_ids:
             self.scheduler.abort(seq_id)
-        now = perf_counter()
-        aborted = self.requests.finish([(seq_id, now) for seq_id in seq_ids])
+        if self._read is not None:  # no answer was made of it yet
+            self.requests.first_tokens(*self._read[1:3])
+        aborted = self.requests.finish([(seq_id, perf_counter()) for seq_id in seq_ids])
         parts = self.requests.yielded(TokenEvents([], [], {}), seq_ids, aborted)
         return next(iter(aborted), None), parts
 
@@ -181,8 +182,7 @@ class Core:
             return None
         if batch.kind is StepKind.PREFILL:
             self.requests.scheduled(batch, perf_counter())
-        cached, preempted = blocks.num_cached_tokens - cached, self.scheduler.num_preemptions - preempted
-        return batch, cached, preempted, None
+        return batch, blocks.num_cached_tokens - cached, self.scheduler.num_preemptions - preempted, None
 
     def _drawn(self, step: _Launched | None) -> _Launched | None:
         """Let a launched step draw its tokens, if it has not; all previous tokens are known now."""

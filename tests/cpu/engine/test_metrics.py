@@ -72,3 +72,19 @@ def test_missing_timestamps_are_none(model: Path) -> None:
         assert llm.abort("nothing") is None and run(llm) == []
         [refused] = llm.generate([[]], LONG, use_tqdm=False, on_error="return")
         assert refused.metrics is None and refused.request_id == "2"
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_a_token_that_an_abort_returns_has_its_time(model: Path, run_ahead: bool) -> None:
+    """Also with a step ahead, before answers were made of the step that drew it."""
+    with make_tiny(model, async_scheduling=run_ahead) as llm:
+        request = llm.add_request([5] * 4, LONG)
+        for _ in range(1 + run_ahead):
+            llm.step()
+        before = time.time()
+        time.sleep(0.01)
+        aborted = llm.abort(request)
+        assert aborted is not None and aborted.metrics is not None
+        assert len(aborted["token_ids"]) == 1
+        assert aborted.metrics.first_token_time is not None
+        assert aborted.metrics.first_token_time <= before + 0.005 < aborted.metrics.finished_time
