@@ -239,8 +239,8 @@ class FileNames:
         parent, dot, last = path.rpartition(".")
         holders = {part: module for module, parts in self.packed.items() for part in parts}
         name = f"{parent}{dot}{holders.get(last, last)}"
-        prefixes = ((own, file) for file, own in self.prefixes.items() if own is not None)
-        others = (file + name.removeprefix(own) for own, file in prefixes if name.startswith(own))
+        prefixes, whole = ((own, file) for file, own in self.prefixes.items() if own is not None), f"{name}."
+        others = (f"{file}{whole.removeprefix(own)}"[:-1] for own, file in prefixes if whole.startswith(own))
         return tuple(dict.fromkeys((name, *others, name.removeprefix(BARE))))
 
     def of_experts(self, path: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from fp8_models import Tensors, dequantised, tensors_of
 from odd_files import GLM, SIZES, check_same, edit_quantization, edit_tensors, in_floats
 from safetensors.torch import save_file
 from test_models import PROMPT, forward, load
-from tiny_models import edit_json, write_tiny_model
+from tiny_models import edit_json, transformers_logits, write_tiny_model
 
 from nanovllm import ModelLoadError
 from nanovllm.formats.fp8.kernels.values import FP8
@@ -69,6 +69,18 @@ def test_modules_of_a_decoder_within_a_larger_model(tmp_path: Path, stated: str)
     tensors = {f"language_model.{name}": tensor for name, tensor in tensors_of(folder).items()}
     save_file(tensors | {"vision_tower.weight": torch.ones(2)}, folder / "model.safetensors")
     check_same(folder, exact)
+
+
+def test_a_module_that_is_called_otherwise_and_left_alone(tmp_path: Path) -> None:
+    """Gemma 4 has a matrix beside its layers, whose name in files is no beginning of other names."""
+    plain = write_tiny_model(tmp_path / "plain", "gemma4-small", **GLM)
+    left = "model.per_layer_model_projection"
+    folder = write_fp8(plain, tmp_path / "fp8", "channel", ignore=(left,))
+    stored = tensors_of(folder)
+    assert stored[f"{left}.weight"].dtype == torch.float32
+    exact = in_floats(folder, tmp_path / "exact", dequantised(stored))
+    expected = transformers_logits(exact, PROMPT)
+    torch.testing.assert_close(forward(load(folder), PROMPT), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_experts_by_the_names_of_their_projections(tmp_path: Path) -> None:
