@@ -121,7 +121,13 @@ def _rope(
         | ({trained: single[kind][trained]} if trained in single[kind] else {})
         for kind in (FULL, SLIDING)
     }
-    return _overridden(known, overrides, ropes)
+    known = _overridden(known, overrides, ropes)
+    if ropes == "each" and (without := [kind for kind, found in known.items() if "rope_theta" not in found]):
+        raise ValueError(
+            f"config.json: rope_parameters must have a rope_theta for {without[0]!r}, which transformers has "
+            f"no default for; state it, as with hf_overrides={{'rope_parameters': {{{without[0]!r}: ...}}}}"
+        )
+    return known
 
 
 def _first(key: str, *sources: Mapping[str, Any]) -> Any:

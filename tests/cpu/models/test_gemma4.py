@@ -27,6 +27,7 @@ from nanovllm.windows.blocks import SlabPool
 from nanovllm.windows.layout import TwoGroups
 
 KINDS = ("gemma4", "gemma4-small")
+ROPE = {"rope_type": "default", "rope_theta": 300.0}
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 needs_kernels = pytest.mark.skipif(not isa.has_kernels(), reason="numba is not installed")
 
@@ -222,6 +223,10 @@ def test_sizes_by_the_names_of_the_published_files(tmp_path: Path, changes: dict
         (
             {"rope_parameters": {"full_attention": 3}},
             "rope_parameters must have an object for 'full_attention'",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": ROPE}},
+            "rope_parameters must have a rope_theta for 'full_attention'",
         ),
         (
             {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50},
