@@ -64,7 +64,8 @@ class OlmoHybridFamily(ModelFamily):
 
     def text_config(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         stated = [raw.get(key) for key in ("rope_parameters", "rope_scaling")]
-        thetas = [each["rope_theta"] for each in (*stated, raw) if each and "rope_theta" in each]
+        objects = [each for each in (*stated, raw) if isinstance(each, Mapping)]
+        thetas = [each["rope_theta"] for each in objects if "rope_theta" in each]
         return {**raw, _NO_ROPE: thetas[0] is None} if thetas else raw
 
     own_names = Hybrid.own_names  # type: ignore[assignment]

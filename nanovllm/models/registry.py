@@ -210,8 +210,8 @@ def load_model_config(
         )
     try:
         family = get_family(architectures[0], raw)
-        stated, modelopt = {**raw, **overrides}, {}
-        if not any("quantization_config" in each for each in (stated, stated.get("text_config") or {})):
+        whole, modelopt = {**raw, **overrides}, {}
+        if not any("quantization_config" in x for x in (whole, whole.get("text_config")) if type(x) is dict):
             modelopt = _modelopt(checkpoint)
         only_cache = modelopt.get("quant_algo") is None
         raw = raw if only_cache else {**raw, "quantization_config": {"quant_method": "modelopt", **modelopt}}

@@ -132,6 +132,7 @@ def test_ropes_of_releases(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"attn_output_gate": False}, "attn_output_gate False is not supported"),
+        ({"text_config": 3}, "text_config must be an object, not 3"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; it must be 'silu'"),
         (
             {"linear_num_value_heads": 5},

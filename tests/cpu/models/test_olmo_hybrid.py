@@ -146,6 +146,7 @@ def test_the_roofline_counts_its_matrices(tmp_path: Path) -> None:
         ({"layer_types": ["linear_attention"] * 3}, "layer_types names 3 layers"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; it must be 'silu'"),
         ({"linear_num_value_heads": 5}, "linear_num_value_heads 5 must be 1 to 8 times"),
+        ({"rope_parameters": 3}, "rope parameters must be an object, not 3"),
         ({"linear_allow_neg_eigval": 2}, "linear_allow_neg_eigval must be true or false, not 2"),
     ],
     ids=str,
