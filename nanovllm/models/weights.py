@@ -24,6 +24,7 @@ from nanovllm.models.registry import CONFIG_FILE, listing, open_checkpoint
 from nanovllm.quantization.shards import BARE, WeightOptions, WeightShard, WeightSource
 
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_TIE = " (hf_overrides={'tie_word_embeddings': True} takes the embedding)"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # In old checkpoints; computed from the config.
 _ROTARY = re.compile(r"\.rotary_emb(_local)?\.(original_)?(inv_freq|cos_cached|sin_cached)$")
@@ -44,7 +45,7 @@ class WeightChecker:
         that are missing, unexpected, misshaped or of a wrong dtype."""
         both = [(name, shard, tensors[name]) for name, shard in self._shards.items() if name in tensors]
         problems = {
-            "missing": [name for name in self._shards if name not in tensors],
+            "missing": [name + _TIE * (name == TIED_HEAD) for name in self._shards if name not in tensors],
             "unexpected": [
                 f"{name}{self._why(name)}" for name, each in tensors.items() if self._unexpected(name, each)
             ],
@@ -70,9 +71,7 @@ class WeightChecker:
 
     def _unexpected(self, name: str, source: WeightSource) -> bool:
         """Whether this is a tensor that the model does not have, and that might change its results."""
-        if self.knows(name):
-            return False
-        return not self._is_bias(name) or bool(source[...].count_nonzero())  # NaN counts
+        return not self.knows(name) and (not self._is_bias(name) or bool(source[...].any()))  # NaN counts
 
     def knows(self, name: str | None) -> bool:
         """Whether it is the name of a tensor that the model has, or that it leaves out (None)."""
@@ -193,7 +192,7 @@ def load_weights(
         if has_head and not torch.equal(found[TIED_HEAD][:], found[EMBEDDING][:]):
             raise ModelLoadError(
                 f"{folder}: {TIED_HEAD} differs from {EMBEDDING}, but {CONFIG_FILE} says they are the same; "
-                "set tie_word_embeddings to false there to use both"
+                "to use both, set tie_word_embeddings to false there or by hf_overrides"
             )
         for name, source in tensors.items():
             check()

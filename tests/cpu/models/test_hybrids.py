@@ -82,6 +82,20 @@ def test_a_model_that_reads_images(tmp_path: Path, experts: bool) -> None:
     torch.testing.assert_close(forward(load(whole), PROMPT), forward(load(plain), PROMPT), rtol=0, atol=0)
 
 
+def test_files_that_contradict_themselves_about_the_head(tmp_path: Path) -> None:
+    """As transformers 5 writes them if only the part outside text_config says that the embedding is the
+    head."""
+    folder = write_tiny_model(tmp_path, "qwen3_5", tie_word_embeddings=True)
+    expected = transformers_logits(folder, PROMPT)
+    text = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(whole | {"text_config": text}))
+    with pytest.raises(ModelLoadError, match=r"1 missing: lm_head\.weight \(hf_overrides=.*: True}"):
+        load(folder)
+    logits = forward(load(folder, overrides={"tie_word_embeddings": True}), PROMPT)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_experts_in_one_tensor(tmp_path: Path) -> None:
     """As other writers have them: gate and up of all experts in one tensor."""
     folder = write_tiny_model(tmp_path, "qwen3_5_moe")
