@@ -124,9 +124,11 @@ class Core:
         seq_ids = self.requests.unfinished_sequences(request_id)
         for seq_id in seq_ids:
             self.scheduler.abort(seq_id)
+        ended, now = dict(self._ended), perf_counter()
         if self._read is not None:  # no answer was made of it yet
             self.requests.first_tokens(*self._read[1:3])
-        aborted = self.requests.finish([(seq_id, perf_counter()) for seq_id in seq_ids])
+            ended |= dict.fromkeys(self._read[1].finish_reasons, self._read[2])
+        aborted = self.requests.finish([(seq_id, ended.get(seq_id, now)) for seq_id in seq_ids])
         parts = self.requests.yielded(TokenEvents([], [], {}), seq_ids, aborted)
         return next(iter(aborted), None), parts
 

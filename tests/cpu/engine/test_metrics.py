@@ -88,3 +88,16 @@ def test_a_token_that_an_abort_returns_has_its_time(model: Path, run_ahead: bool
         assert len(aborted["token_ids"]) == 1
         assert aborted.metrics.first_token_time is not None
         assert aborted.metrics.first_token_time <= before + 0.005 < aborted.metrics.finished_time
+
+
+def test_an_abort_after_the_end_keeps_its_time(model: Path) -> None:
+    """The last step was read, and its answer would have been made by the next call."""
+    with make_tiny(model, async_scheduling=True) as llm:
+        request = llm.add_request([5] * 4, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        assert not [output for _ in range(3) for output in llm.step()]
+        before = time.time()
+        time.sleep(0.01)
+        ended = llm.abort(request)
+        assert ended is not None and ended.metrics is not None
+        assert ended["finish_reason"] == "length" and len(ended["token_ids"]) == 2
+        assert ended.metrics.last_token_time == ended.metrics.finished_time <= before + 0.005
