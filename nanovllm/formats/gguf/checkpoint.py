@@ -24,28 +24,26 @@ from nanovllm.errors import ModelLoadError
 from nanovllm.formats.gguf import gemma, hybrids, lfm2
 from nanovllm.formats.gguf.ends import ends
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor, all_tensors
-from nanovllm.formats.gguf.keys import distinct
+from nanovllm.formats.gguf.keys import distinct, shortest
 from nanovllm.formats.gguf.parts import models, parts
 from nanovllm.formats.gguf.tokenizer import write_tokenizer
 from nanovllm.models.registry import Checkpoint, T
 from nanovllm.quantization.shards import WeightSource
 
-# What reads files whose layers differ, or have names of their own: see `hybrids.read`.
-_READERS = {
-    **dict.fromkeys(gemma.ARCHITECTURES, gemma.read),
-    **dict.fromkeys(hybrids.ARCHITECTURES, hybrids.read),
-    **dict.fromkeys(lfm2.ARCHITECTURES, lfm2.read),
-}
-_ARCHITECTURES = {
-    **gemma.ARCHITECTURES,
+# What reads files whose layers differ, or have names or settings of their own: see `hybrids.read`.
+_FILES = (gemma, hybrids, lfm2)
+_READERS = {name: each.read for each in _FILES for name in each.ARCHITECTURES}
+_ARCHITECTURES: dict[str, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
-    **hybrids.ARCHITECTURES,
-    **lfm2.ARCHITECTURES,
+    "smollm3": "SmolLM3ForCausalLM",  # whose every fourth layer has no rope; files do not state it
+    **{name: family for each in _FILES for name, family in each.ARCHITECTURES.items()},
 }
+_PERMUTED = ("llama", "smollm3")  # rows of q and k
+_WITHOUT_WINDOWS = ("smollm3",)
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -112,7 +110,7 @@ class GGUFCheckpoint(Checkpoint):
         found: dict[str, Any] = {"eos_token_id": ends(file)}
         for key, name in _SAMPLING.items():
             if (value := file.metadata.get(f"general.sampling.{key}")) is not None:
-                found[name] = _shortest(value)
+                found[name] = shortest(value)
         return found
 
     def tokenizer(self, read: Callable[[Path], T]) -> T:
@@ -162,11 +160,6 @@ class GGUFCheckpoint(Checkpoint):
         return files
 
 
-def _shortest(value: Any) -> Any:
-    """A float32 as the shortest decimal number that gives it: the one that was written in config.json."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
-
-
 def _renamed(stored: str, tensor: GGUFTensor, config: _Config) -> dict[str, GGUFTensor]:
     """A tensor under its name in transformers; the experts of a layer, each under its own. A name that is not
     known stays, so that it is refused by it."""
@@ -210,8 +203,8 @@ class _Config:
                 f"general.architecture {self._architecture!r} is not supported in GGUF files; supported: "
                 f"{', '.join(_ARCHITECTURES)}"
             )
-        self.permutes = self._architecture == "llama"
-        self._is_mixtral = self.permutes and bool(self._get("expert_count"))
+        self.permutes = self._architecture in _PERMUTED
+        self._is_mixtral = self._architecture == "llama" and bool(self._get("expert_count"))
         self._more: dict[str, Any] = {}
         if reader := _READERS.get(self._architecture):
             self._keys, self.tensors, self._more = reader(self.file, self.tensors)
@@ -247,9 +240,9 @@ class _Config:
             "num_attention_heads": heads,
             "num_key_value_heads": self._same("attention.head_count_kv") or heads,
             "head_dim": self._head_dim(heads),
-            "rms_norm_eps": _shortest(self._get("attention.layer_norm_rms_epsilon")),
+            "rms_norm_eps": shortest(self._get("attention.layer_norm_rms_epsilon")),
             "max_position_embeddings": self._get("context_length"),
-            "rope_theta": _shortest(self._get("rope.freq_base") or 10000.0),
+            "rope_theta": shortest(self._get("rope.freq_base") or 10000.0),
             "rope_scaling": self._rope_scaling(),
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "attention_bias": "blk.0.attn_q.bias" in self.tensors,
@@ -323,6 +316,8 @@ class _Config:
 
     def _window(self) -> dict[str, Any]:
         window = self._get("attention.sliding_window") or None
+        if window and self._architecture in _WITHOUT_WINDOWS:
+            raise self._refuse("attention.sliding_window", window)
         return {"sliding_window": window, "use_sliding_window": window is not None, "max_window_layers": 0}
 
     def _experts(self) -> dict[str, Any]:
@@ -357,11 +352,11 @@ class _Config:
             return None
         if kind not in ("linear", "yarn"):
             raise self._refuse("rope.scaling.type", kind)
-        found = {"rope_type": kind, "factor": _shortest(factor)}
+        found = {"rope_type": kind, "factor": shortest(factor)}
         if kind == "linear":
             return found
         names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-        found |= {key: _shortest(self._get(f"rope.scaling.{name}")) for key, name in names.items()}
+        found |= {key: shortest(self._get(f"rope.scaling.{name}")) for key, name in names.items()}
         for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
             if self._get(f"rope.scaling.{key}") not in (None, 0, 1):
                 raise self._refuse(f"rope.scaling.{key}", self._get(f"rope.scaling.{key}"))

@@ -14,6 +14,11 @@ import torch
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor
 
 
+def shortest(value: Any) -> Any:
+    """A float32 as the shortest decimal number that gives it: the one that was written in config.json."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
 class Keys:
     """What readers of such files ask. ModelLoadError, with the key, for what does not fit."""
 

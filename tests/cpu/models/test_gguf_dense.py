@@ -1,0 +1,90 @@
+"""GGUF files of SmolLM3, written by the rules of llama.cpp's converter, beside transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checked_llm import make_tiny
+from gguf_dense import named, write
+from gguf_files import random_blocks
+from test_models import PROMPT, forward, load
+from tiny_models import edit_json, transformers_greedy, transformers_logits, write_tiny_model
+
+from nanovllm import ModelLoadError, SamplingParams
+from nanovllm.cpu.integers import StoredConfig
+from nanovllm.models.registry import load_model_config
+from tools.write_gguf import Encode, encode_as
+
+PLAIN = {"no_rope_layers": None, "use_sliding_window": False, "sliding_window": None}
+HEADS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm3": ("smollm3", PLAIN | HEADS | {"num_hidden_layers": 9, "tie_word_embeddings": True}),
+    "smollm3 with biases": ("smollm3", PLAIN | BIASES | {"num_hidden_layers": 4}),
+}
+
+
+def tiny(folder: Path, family: str, **changes: Any) -> Path:
+    return write_tiny_model(folder, family, **(PLAIN if family == "smollm3" else {}) | changes)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_in_float32_is_the_folder(tmp_path: Path, form: str) -> None:
+    """Layers without rope, multipliers, and rows of queries and keys; in steps of few tokens."""
+    family, changes = FORMS[form]
+    folder = tiny(tmp_path / "folder", family, **changes)
+    path = write(folder, tmp_path / "m.gguf")
+    expected = transformers_logits(folder, PROMPT)
+    torch.testing.assert_close(forward(load(path), PROMPT), expected, rtol=1e-4, atol=1e-4)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with make_tiny(path, dtype="float32", kvcache_block_size=4, max_num_batched_tokens=5) as llm:
+        [output] = llm.generate([PROMPT], params, use_tqdm=False)
+    assert output["token_ids"] == transformers_greedy(folder, PROMPT, 12)
+
+
+@pytest.mark.parametrize("stored_as", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("family", ["smollm3"])
+def test_blocks(tmp_path: Path, family: str, stored_as: str) -> None:
+    """Rows of queries and keys are found in place; all matrices stay."""
+    encode: Encode = random_blocks("Q4_K") if stored_as == "Q4_K" else encode_as(stored_as)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    folder = tiny(tmp_path / "folder", family, **sizes)
+    path = write(folder, tmp_path / "m.gguf", encode, dense=tmp_path / "dense")
+    quant, ours, theirs = load_model_config(path).quant, named(path), named(tmp_path / "dense")
+    assert isinstance(quant, StoredConfig) and len(quant.types) == 16
+    assert {*quant.types.values()} == {stored_as}
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with make_tiny(path, dtype="float32", quantization="dequantize") as llm:
+        [output] = llm.generate([PROMPT], params, use_tqdm=False)
+    assert output["token_ids"] == transformers_greedy(tmp_path / "dense", PROMPT, 8)
+
+
+def test_layers_without_rope_are_not_stated(tmp_path: Path) -> None:
+    """Every fourth has none, whatever the model had: as llama.cpp has it."""
+    folder = tiny(tmp_path / "folder", "smollm3", num_hidden_layers=9)
+    config = load_model_config(write(folder, tmp_path / "m.gguf"))
+    assert [layer for layer in range(9) if config.spec(layer).rope is None] == [3, 7]
+    folder = tiny(tmp_path / "other", "smollm3", num_hidden_layers=3, no_rope_layers=[0, 1, 0])
+    path = write(folder, tmp_path / "o.gguf")
+    edit_json(folder / "config.json", no_rope_layers=[1, 1, 1])
+    expected = transformers_logits(folder, PROMPT)
+    torch.testing.assert_close(forward(load(path), PROMPT), expected, rtol=1e-4, atol=1e-4)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "smollm3's window": ("smollm3", {"attention__sliding_window": 4}, r"smollm3\..*sliding_window 4 is not"),
+    "its scale": ("smollm3", {"attention__scale": 0.5}, r"smollm3\.attention\.scale 0\.5 is not supported"),
+    "its rotation": ("smollm3", {"rope__dimension_count": 4}, "rope.dimension_count 4, not the size 8 of"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_keys_that_are_refused(tmp_path: Path, case: str) -> None:
+    family, changes, message = REFUSED[case]
+    path = write(tiny(tmp_path / "folder", family), tmp_path / "m.gguf", **changes)
+    with pytest.raises((ModelLoadError, ValueError), match=message):
+        load_model_config(path)
