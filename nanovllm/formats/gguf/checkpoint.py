@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.formats.gguf import gemma, hybrids, lfm2
+from nanovllm.formats.gguf import gemma, granite, hybrids, lfm2
 from nanovllm.formats.gguf.ends import ends
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor, all_tensors
 from nanovllm.formats.gguf.keys import distinct, shortest
@@ -31,7 +31,7 @@ from nanovllm.models.registry import Checkpoint, T
 from nanovllm.quantization.shards import WeightSource
 
 # What reads files whose layers differ, or have names or settings of their own: see `hybrids.read`.
-_FILES = (gemma, hybrids, lfm2)
+_FILES = (gemma, granite, hybrids, lfm2)
 _READERS = {name: each.read for each in _FILES for name in each.ARCHITECTURES}
 _ARCHITECTURES: dict[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -42,8 +42,8 @@ _ARCHITECTURES: dict[str, str] = {
     "smollm3": "SmolLM3ForCausalLM",  # whose every fourth layer has no rope; files do not state it
     **{name: family for each in _FILES for name, family in each.ARCHITECTURES.items()},
 }
-_PERMUTED = ("llama", "smollm3")  # rows of q and k
-_WITHOUT_WINDOWS = ("smollm3",)
+_PERMUTED = ("llama", "smollm3", *granite.ARCHITECTURES)  # rows of q and k
+_WITHOUT_WINDOWS = ("smollm3", *granite.ARCHITECTURES)
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
