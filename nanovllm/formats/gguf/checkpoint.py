@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.formats.gguf import gemma, granite, hybrids, lfm2
+from nanovllm.formats.gguf import gemma, granite, hybrids, lfm2, olmo2
 from nanovllm.formats.gguf.ends import ends
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor, all_tensors
 from nanovllm.formats.gguf.keys import distinct, shortest
@@ -31,7 +31,7 @@ from nanovllm.models.registry import Checkpoint, T
 from nanovllm.quantization.shards import WeightSource
 
 # What reads files whose layers differ, or have names or settings of their own: see `hybrids.read`.
-_FILES = (gemma, granite, hybrids, lfm2)
+_FILES = (gemma, granite, hybrids, lfm2, olmo2)
 _READERS = {name: each.read for each in _FILES for name in each.ARCHITECTURES}
 _ARCHITECTURES: dict[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -357,7 +357,9 @@ class _Config:
             return found
         names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
         found |= {key: shortest(self._get(f"rope.scaling.{name}")) for key, name in names.items()}
-        for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+        if (stated := self._get("rope.scaling.yarn_attn_factor")) not in (None, 0, 1):
+            found["attention_factor"] = shortest(stated)
+        for key in ("attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
             if self._get(f"rope.scaling.{key}") not in (None, 0, 1):
                 raise self._refuse(f"rope.scaling.{key}", self._get(f"rope.scaling.{key}"))
         return found | {"original_max_position_embeddings": original}
