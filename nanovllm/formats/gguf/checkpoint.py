@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.errors import ModelLoadError
-from nanovllm.formats.gguf import gemma, granite, hybrids, lfm2, olmo2
+from nanovllm.formats.gguf import gemma, granite, hybrids, lfm2, olmo2, phi3
 from nanovllm.formats.gguf.ends import ends
 from nanovllm.formats.gguf.file import GGUFFile, GGUFTensor, all_tensors
 from nanovllm.formats.gguf.keys import distinct, shortest
@@ -31,7 +31,7 @@ from nanovllm.models.registry import Checkpoint, T
 from nanovllm.quantization.shards import WeightSource
 
 # What reads files whose layers differ, or have names or settings of their own: see `hybrids.read`.
-_FILES = (gemma, granite, hybrids, lfm2, olmo2)
+_FILES = (gemma, granite, hybrids, lfm2, olmo2, phi3)
 _READERS = {name: each.read for each in _FILES for name in each.ARCHITECTURES}
 _ARCHITECTURES: dict[str, str] = {
     "llama": "LlamaForCausalLM",

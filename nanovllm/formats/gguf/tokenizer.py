@@ -41,6 +41,12 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN35 = (  # Qwen2's, with marks as letters
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,12 +57,15 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
     **dict.fromkeys(("gpt-2", "mpt", "olmo"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
-    **dict.fromkeys((*_LIKE_LLAMA3, "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys((*_LIKE_LLAMA3, "smaug-bpe", "dbrx"), (_LLAMA3,)),
+    "gpt-4o": (_GPT4O,),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
     "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
 }
 _WHOLE_WORDS = _STARTS_WITH_BOS = (*_LIKE_LLAMA3, "tekken")  # whose words need no merges
+# Of Phi-3's added tokens all but these swallow the white space after them.
+_PHI3_KEEP = ("<unk>", "<s>", "<|endoftext|>")
 _COMPOSES = ("qwen2", "qwen35", "deepseek-r1-qwen")  # characters, as Unicode's NFC
 
 
@@ -114,6 +123,8 @@ def _content(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
         for index, (token, kind_of) in enumerate(zip(tokens, types, strict=True))
         if kind_of in (CONTROL, USER_DEFINED, UNKNOWN) and token
     ]
+    if kind == "llama" and file.metadata.get("general.architecture") == "phi3":
+        added = [each | {"rstrip": each["content"] not in _PHI3_KEEP} for each in added]
     make = _byte_level if kind == "gpt2" else _sentencepiece
     return {
         **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": added},

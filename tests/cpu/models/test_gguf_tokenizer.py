@@ -12,7 +12,9 @@ from typing import Any
 
 import gguf
 import pytest
+import regex
 import sentencepiece
+import tiktoken_ext.openai_public
 from test_real_texts import random_text
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -49,10 +51,11 @@ def write_tokens(
     *,
     kind: str = "gpt2",
     pre: str | None = None,
+    architecture: str = "llama",
     **more: Any,
 ) -> Path:
     """A file with only a tokenizer."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model(kind)
     if pre is not None:
         writer.add_tokenizer_pre(pre)
@@ -175,6 +178,20 @@ def test_texts_are_split_as_by_the_original(tmp_path: Path, pre: str) -> None:
     assert (content["normalizer"] == {"type": "NFC"}) is pre.startswith("qwen")
 
 
+@pytest.mark.parametrize(("pre", "encoding"), [("dbrx", "cl100k_base"), ("gpt-4o", "o200k_base")])
+def test_texts_are_split_as_by_tiktoken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pre: str, encoding: str
+) -> None:
+    monkeypatch.setattr(tiktoken_ext.openai_public, "load_tiktoken_bpe", lambda *args, **options: {})
+    pattern = regex.compile(getattr(tiktoken_ext.openai_public, encoding)()["pat_str"])
+    path = write_tokens(tmp_path / "x.gguf", ALPHABET, [NORMAL] * 257, pre=pre, token_merges=["a b"])
+    ours = read(path).backend_tokenizer.pre_tokenizer
+    for text in ALL:
+        assert [span for _, span in ours.pre_tokenize_str(text)] == [
+            each.span() for each in pattern.finditer(text)
+        ], text
+
+
 def test_the_demo_models_tokenizer_and_chat_template(tmp_path: Path) -> None:
     path = write_gguf(demo_model_path(), tmp_path / "demo.gguf")
     ours, theirs = read(path), AutoTokenizer.from_pretrained(demo_model_path())
@@ -230,6 +247,26 @@ def test_sentencepiece(tmp_path: Path, name: str) -> None:
     more |= {"add_space_prefix": False, "add_bos_token": False, "add_eos_token": True}
     path = write_tokens(tmp_path / "y.gguf", tokens, [*map(kind, numbers)], kind="llama", **more)
     assert ids(read(path), "a", True) == [theirs.piece_to_id("a"), 2]
+
+
+def test_added_tokens_of_phi3_swallow_white_space(tmp_path: Path) -> None:
+    """As in Phi-3's own tokenizer, and in llama.cpp."""
+    theirs = sentencepiece.SentencePieceProcessor(str(file_of("mistral_common", "data/tokenizer.model.v1")))
+    numbers = range(theirs.vocab_size())
+    tokens = [theirs.id_to_piece(number) for number in numbers] + ["<|user|>", "<|end|>", "<|endoftext|>"]
+    types = [BYTE if theirs.is_byte(number) else NORMAL for number in numbers] + [CONTROL] * 3
+    types[:3] = [UNKNOWN, CONTROL, USER_DEFINED]
+    scores = [theirs.get_score(number) for number in numbers] + [-1000.0] * 3
+    user, end, last = range(len(tokens) - 3, len(tokens))
+    text, newline = "<|user|>\n Hi<|end|>\n<|endoftext|>\n</s>\n", theirs.encode("\n")
+    expected = {
+        "phi3": [user, *theirs.encode("Hi"), end, last, *newline, 2],
+        "llama": [user, *theirs.encode("\n Hi"), end, *newline, last, *newline, 2, *newline],
+    }
+    for name in expected:
+        more: dict[str, Any] = {"architecture": name, "token_scores": scores}
+        path = write_tokens(tmp_path / "x.gguf", tokens, types, kind="llama", **more)
+        assert ids(read(path), text) == expected[name]
 
 
 # -- refused ------------------------------------------------------------------------------------------------
