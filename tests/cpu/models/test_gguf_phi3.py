@@ -53,7 +53,7 @@ def test_a_file_in_float32_is_the_folder(tmp_path: Path, form: str) -> None:
 def test_blocks(tmp_path: Path, stored_as: str) -> None:
     """Parts keep the blocks of their matrix."""
     encode: Encode = random_blocks("Q4_K") if stored_as == "Q4_K" else encode_as(stored_as)
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "rope_parameters": PLAIN}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "rope_parameters": PLAIN}
     folder = write_tiny_model(tmp_path / "folder", "phi3", **sizes)
     path = write(folder, tmp_path / "m.gguf", encode, dense=tmp_path / "dense")
     quant, ours, theirs = load_model_config(path).quant, named(path), named(tmp_path / "dense")
