@@ -13,7 +13,7 @@ KEYS = ("text", "token_ids", "finish_reason")  # of a RequestOutput as a diction
 _Output = TypeVar("_Output")
 
 
-@dataclass(slots=True)  # not frozen, like all of which each row has one: to make it takes a third of the time
+@dataclass(slots=True)  # a frozen one takes three times as long to make, and a token has several
 class Logprob:
     """The natural logarithm of a token's probability, and its rank among all tokens.
 
@@ -62,7 +62,7 @@ def changed(output: _Output, **values: Any) -> _Output:
     return copied
 
 
-@dataclass(slots=True)
+@dataclass(slots=True)  # as `Logprob`; each request has one
 class RequestMetrics:
     """The timestamps of a request, in seconds since 1970 by the host's clock; None for what never happened.
 

@@ -34,7 +34,7 @@ from nanovllm.order.feed import Feed
 from nanovllm.plan.scheduler import Scheduler
 from nanovllm.runner.inputs import PendingOutput
 from nanovllm.runner.ranks import OneRank
-from tools.benchmark.kernels import busy_time, idle_times, read_trace
+from tools.benchmark.kernels import busy_time, idle_times, kernels_of
 from tools.benchmark.shapes import write_shape
 from tools.benchmark.workloads import Workload, label
 
@@ -49,13 +49,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 
 def kernel_seconds(run: Callable[[], object]) -> tuple[float, float]:
     """Seconds with a kernel, and from the first to the last one, of a run on a GPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json.gz")
-        profiler.export_chrome_trace(str(path))
-        kernels, _ = read_trace(path)
+    kernels = kernels_of(run)
     between = max(each.end for each in kernels) - kernels[0].start
     return busy_time(kernels) / 1e6, between / 1e6
 

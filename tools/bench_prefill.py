@@ -19,10 +19,8 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-import torch
-
 from nanovllm import LLM, SamplingParams
-from tools.benchmark.kernels import read_trace
+from tools.benchmark.kernels import kernels_of
 from tools.benchmark.shapes import write_shape
 
 ATTENTION = ("_prefill_kernel", "flash_fwd")  # ours, and that of the package flash-attn
@@ -31,13 +29,7 @@ PARAMS = SamplingParams(temperature=0.6, max_tokens=1, ignore_eos=True)
 
 def kernel_ms(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[float, float]:
     """Milliseconds of all kernels in a call, and of those of attention."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        llm.generate(prompts, PARAMS, use_tqdm=False)
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json.gz")
-        profiler.export_chrome_trace(str(path))
-        kernels, _ = read_trace(path)
+    kernels = kernels_of(lambda: llm.generate(prompts, PARAMS, use_tqdm=False))
     times = [(each.end - each.start, each.name.startswith(ATTENTION)) for each in kernels]
     return sum(time for time, _ in times) / 1e3, sum(time for time, attends in times if attends) / 1e3
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import statistics
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -67,6 +68,17 @@ def profile(run: Callable[[], object], folder: Path, on_gpu: bool) -> dict[str, 
     tables = [kernel_table(part, rows) for part, rows in report["kernels"].items()]
     (folder / "kernels.txt").write_text("\n\n".join(tables) + "\n")
     return report
+
+
+def kernels_of(run: Callable[[], object]) -> list[Kernel]:
+    """The kernels of a run on a GPU, in the order of their starts."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json.gz")
+        profiler.export_chrome_trace(str(path))
+        return read_trace(path)[0]
 
 
 def read_trace(path: Path) -> tuple[list[Kernel], set[int]]:

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from checked_llm import make_tiny
+from gguf_checks import check_answers
 from gguf_hybrids import write as write_tensors
 from safetensors.torch import load_file
-from test_models import PROMPT, forward, load
-from tiny_models import transformers_greedy, transformers_logits, write_tiny_model
+from tiny_models import write_tiny_model
 
-from nanovllm import ModelLoadError, SamplingParams
+from nanovllm import ModelLoadError
 from nanovllm.cpu.integers import StoredConfig
 from nanovllm.formats.gguf.file import GGUFFile
 from nanovllm.formats.tokenizer_json.bpe import NORMAL, SPACE, sentencepiece_steps
@@ -83,12 +81,7 @@ def test_a_file_in_float32_is_the_folder(tmp_path: Path, family: str) -> None:
     """Windows, ropes, softcaps and norms; in an engine with windows shorter than its text."""
     folder = write_source(tmp_path / "folder", family)
     path = write(folder, tmp_path / "m.gguf", family)
-    expected = transformers_logits(folder, PROMPT)
-    torch.testing.assert_close(forward(load(path), PROMPT), expected, rtol=1e-4, atol=1e-4)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with make_tiny(path, dtype="float32", kvcache_block_size=4, max_num_batched_tokens=5) as llm:
-        [output] = llm.generate([PROMPT], params, use_tqdm=False)
-    assert output["token_ids"] == transformers_greedy(folder, PROMPT, 12)
+    check_answers(path, folder)
 
 
 @pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])

@@ -6,17 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from checked_llm import make_tiny
-from gguf_dense import named, write
-from gguf_files import random_blocks
-from test_models import PROMPT, forward, load
-from tiny_models import transformers_greedy, transformers_logits, write_tiny_model
+from gguf_checks import check_answers, check_blocks, encoding
+from gguf_dense import write
+from tiny_models import write_tiny_model
 
-from nanovllm import ModelLoadError, SamplingParams
-from nanovllm.cpu.integers import StoredConfig
+from nanovllm import ModelLoadError
 from nanovllm.models.registry import load_model_config
-from tools.write_gguf import Encode, encode_as
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 500.0}
@@ -37,27 +32,14 @@ def test_a_file_in_float32_is_the_folder(tmp_path: Path, form: str) -> None:
     family, changes = FORMS[form]
     folder = write_tiny_model(tmp_path / "folder", family, **changes)
     path = write(folder, tmp_path / "m.gguf")
-    expected = transformers_logits(folder, PROMPT)
-    torch.testing.assert_close(forward(load(path), PROMPT), expected, rtol=1e-4, atol=1e-4)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with make_tiny(path, dtype="float32", kvcache_block_size=4, max_num_batched_tokens=5) as llm:
-        [output] = llm.generate([PROMPT], params, use_tqdm=False)
-    assert output["token_ids"] == transformers_greedy(folder, PROMPT, 12)
+    check_answers(path, folder)
 
 
 @pytest.mark.parametrize("stored_as", ["Q8_0", "Q4_K"])
 def test_blocks(tmp_path: Path, stored_as: str) -> None:
-    encode: Encode = random_blocks("Q4_K") if stored_as == "Q4_K" else encode_as(stored_as)
     folder = write_tiny_model(tmp_path / "folder", "olmo3", hidden_size=256, intermediate_size=256)
-    path = write(folder, tmp_path / "m.gguf", encode, dense=tmp_path / "dense")
-    quant, ours, theirs = load_model_config(path).quant, named(path), named(tmp_path / "dense")
-    assert isinstance(quant, StoredConfig) and len(quant.types) == 23
-    assert {*quant.types.values()} == {stored_as}
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with make_tiny(path, dtype="float32", quantization="dequantize") as llm:
-        [output] = llm.generate([PROMPT], params, use_tqdm=False)
-    assert output["token_ids"] == transformers_greedy(tmp_path / "dense", PROMPT, 8)
+    path = write(folder, tmp_path / "m.gguf", encoding(stored_as), dense=tmp_path / "dense")
+    check_blocks(path, tmp_path / "dense", stored_as, 23)
 
 
 def test_windows_and_ropes_by_keys(tmp_path: Path) -> None:
