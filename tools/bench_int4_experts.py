@@ -44,6 +44,11 @@ TILES = [
     for warps in (4, 8)
     if rows * columns < 16384 or warps == 8
 ]
+TILES += [
+    (rows, ExpertTile(128, BLOCK, 3, swap=True, registers=registers))
+    for rows in (16, 32, 64)
+    for registers in (128, 168)
+]
 
 
 class Weights(NamedTuple):
@@ -56,7 +61,7 @@ class Weights(NamedTuple):
 def random_weight(experts: int, n: int, k: int, group: int) -> Int4Experts:
     weight = Int4Experts.empty(experts, n, k, group, torch.device("cuda"))
     weight.words.random_(-(2**15), 2**15)
-    weight.scales.fill_(0x78787878 if group == MXFP4 else -0x3CF7C400)  # 2 ** -7; 0.0078 and -(128 + 8)
+    weight.scales.fill_(-0x0909090A if group == MXFP4 else -0x3CF7C400)  # 2 ** -7; 0.0078 and -(128 + 8)
     return weight
 
 
@@ -139,6 +144,12 @@ def both(case: Case, choice: ExpertChoice) -> list[Callable[[], Any]]:
     return [partial(experts_triton, case.x, *each, tiles, choice) for each in case.weights]
 
 
+def described(tile: ExpertTile) -> str:
+    """Columns, K of a step, stages and warps; the most registers, if they are bounded."""
+    bound = "" if tile.registers is None else f" of {tile.registers} registers"
+    return f"{tuple(tile)[:4]}{bound}"
+
+
 def sweep(case: Case) -> None:
     """The three best tiles of each product, and the best pair of them with the same rows."""
     found: dict[str, list[tuple[float, int, ExpertTile]]] = {"gate_up": [], "down": []}
@@ -146,8 +157,8 @@ def sweep(case: Case) -> None:
         took = attempt(partial(seconds, calls), f"{name} {rows} {tile}", sys.stdout)
         found[name].append((took, rows, tile))
     for name, every in found.items():
-        every.sort()
-        best = ", ".join(f"{rows} {tuple(tile)[:4]} {took * 1e6:.1f}" for took, rows, tile in every[:3])
+        every.sort(key=lambda each: each[0])
+        best = ", ".join(f"{rows} {described(tile)} {took * 1e6:.1f}" for took, rows, tile in every[:3])
         line(case, name, every[0][0], 1 / 3 if name == "down" else 2 / 3, best)
     pairs = []
     for rows in {rows for _, rows, _ in found["gate_up"]}:
@@ -155,13 +166,13 @@ def sweep(case: Case) -> None:
             next(each for each in every if each[1] == rows) for every in (found["gate_up"], found["down"])
         )
         pairs.append((first[0] + second[0], ExpertChoice(rows, first[2], second[2])))
-    best_pairs = sorted(pairs)
+    best_pairs = sorted(pairs, key=lambda each: each[0])
     for took, choice in best_pairs[:2]:
-        print(f"    {took * 1e6:.1f} us: {choice.rows} {tuple(choice.gate_up)} {tuple(choice.down)}")
+        print(f"    {took * 1e6:.1f} us: {choice.rows} {described(choice.gate_up)} {described(choice.down)}")
     s, device = case.shape, case.x.device
     chosen = choose_int4_experts(case.tokens * s.top_k, s.experts, device)
     took = attempt(lambda: seconds(both(case, chosen)), "as chosen", sys.stdout)
-    line(case, "as chosen", took, 1.0, f"{chosen.rows} {tuple(chosen.gate_up)} {tuple(chosen.down)}")
+    line(case, "as chosen", took, 1.0, f"{chosen.rows} {described(chosen.gate_up)} {described(chosen.down)}")
     if chosen.gate_up.swap:
         choice = choose_experts(case.tokens * s.top_k, s.experts, case.x.dtype, device)
         took = attempt(lambda: seconds(both(case, choice)), "dequantised", sys.stdout)

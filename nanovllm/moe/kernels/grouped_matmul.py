@@ -40,6 +40,7 @@ class ExpertTile(NamedTuple):
     stages: int  # steps whose operands are in shared memory
     warps: int = 4
     swap: bool = False  # compute the transposed product: the tensor core's rows must be at least 64
+    registers: int | None = None  # of a thread at most, so that more programs fit on a multiprocessor
 
 
 class ExpertChoice(NamedTuple):
@@ -320,6 +321,7 @@ def grouped_triton(
         SWAP=tile.swap,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
         **pdl_options(x),
     )
     return out

@@ -18,12 +18,17 @@ from nanovllm.moe.kernels.grouped_matmul import ExpertChoice, ExpertTile, choose
 from nanovllm.moe.kernels.reference import experts_reference
 from nanovllm.moe.kernels.tiles import Chosen
 
+
+def _tile(stages: int = 3, registers: int | None = None) -> ExpertTile:
+    return ExpertTile(128, BLOCK, stages, swap=True, registers=registers)
+
+
 # By the pairs of an expert, as in `moe/kernels/grouped_matmul.py`, from an H200 and the shapes of gpt-oss-20b
 # and 30B-A3B (`tools/bench_int4_experts.py`): within 3 % of the fastest. For more, weights are dequantised.
 _INT4_CHOICES: tuple[tuple[float, ExpertChoice], ...] = (
-    (9, ExpertChoice(16, ExpertTile(128, 128, 4, swap=True), ExpertTile(128, 128, 3, swap=True))),
-    (40, ExpertChoice(32, ExpertTile(128, 128, 3, swap=True), ExpertTile(128, 128, 3, swap=True))),
-    (450, ExpertChoice(64, ExpertTile(128, 128, 3, swap=True), ExpertTile(128, 128, 3, swap=True))),
+    (9, ExpertChoice(16, _tile(stages=4), _tile())),
+    (40, ExpertChoice(32, _tile(registers=168), _tile(registers=128))),
+    (450, ExpertChoice(64, _tile(), _tile(registers=168))),
 )
 
 
