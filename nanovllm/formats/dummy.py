@@ -29,7 +29,7 @@ def init_dummy_weights(
         if not any(each.is_floating_point for each in shard.dtypes):
             dtype = shard.dtypes[0]
         whole = torch.empty(shard.shape, dtype=dtype, device=layer.options.device)
-        if shard.dummy is not None:
+        if isinstance(shard.dummy, float):
             whole.fill_(shard.dummy)
         elif not dtype.is_floating_point:
             limits = torch.iinfo(dtype)
@@ -37,6 +37,8 @@ def init_dummy_weights(
             whole.random_(least, end, generator=_generator(whole, name, seed))
         else:
             whole.normal_(0.0, 0.02, generator=_generator(whole, name, seed))
+        if callable(shard.dummy):
+            whole = shard.dummy(whole)
         layer.load(shard, whole)
     finish_loading(model)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ class PartShard(WeightShard):
         covers: tuple[int, int] | None = None,
         loose: bool = False,
         check: Check | None = None,
-        dummy: float | None = None,
+        dummy: float | Callable[..., Any] | None = None,
     ) -> _Shard:
         """A tensor of the module of `weight`."""
         return cls(

@@ -91,7 +91,7 @@ class WeightShard:
     length: int
     offset: int
     dtypes: tuple[torch.dtype, ...] = FLOATS  # of the tensor in the checkpoint
-    dummy: float | None = None  # the value of all elements of a dummy weight; None: random values
+    dummy: float | Callable[..., Any] | None = None  # a dummy weight's value, or what random ones become
     index: int | None = None  # along the parameter's first dimension, which the tensor does not have
     update_dtypes: tuple[torch.dtype, ...] = ()  # more dtypes, of a tensor that replaces it later
     scale: bool = False  # finite and above 0, perhaps without its dimensions of 1; dummy weights have none

@@ -6,9 +6,10 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,7 +23,7 @@ _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each of 8 neighbours in a word;
 _PER_WORD = 8
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIDDLE = 8  # the zero point of formats without zero points
-_MIDDLES = 0x88888888 - 2**32  # a word of eight of them
+_MIDDLES = 0x88888888  # a word of eight of them
 _ONES = 0x11111111
 _DUMMY_SCALE = 0.0043  # random codes then spread by 0.02
 
@@ -138,10 +139,10 @@ class Int4Format(Format):
     def _shard(
         self, weight: WeightShard, role: Role, param: str, shape: tuple[int, ...], groups: int = 0
     ) -> Int4Shard:
-        tensors: dict[Role, tuple[tuple[torch.dtype, ...], float | None]] = {  # dtypes and dummies
-            "codes": ((torch.int32,), None),
+        tensors: dict[Role, tuple[tuple[torch.dtype, ...], float | Callable[..., Any]]] = {  # and dummies
+            "codes": ((torch.int32,), _around_the_middle),
             "scales": (_SCALE_DTYPES, _DUMMY_SCALE),
-            "zeros": ((torch.int32,), float(_MIDDLES)),
+            "zeros": ((torch.int32,), float(_int32(_MIDDLES - self.less))),
             "order": ((torch.int32, torch.int64), 0.0),
             "shape": ((torch.int64, torch.int32), 0.0),
         }
@@ -227,6 +228,18 @@ class Int4Format(Format):
         start = packed.start - first * _PER_WORD
         values = values[:, start : start + len(packed)]
         return values.T if packs_outputs else values
+
+
+def _int32(word: int) -> int:
+    """The int32 with the same 32 bits."""
+    return (word + 2**31) % 2**32 - 2**31
+
+
+def _around_the_middle(words: torch.Tensor) -> torch.Tensor:
+    """Random int32 words whose codes of 0 become 8, so that the mean of all is 8. Else all weights had a part
+    in common, and a router would send all rows to the same experts."""
+    some = (words | words >> 1 | words >> 2 | words >> 3) & _ONES
+    return words | (some ^ _ONES) << 3
 
 
 def name_of(part: WeightShard, param: str) -> str:

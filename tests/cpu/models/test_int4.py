@@ -324,3 +324,4 @@ def test_dummy_weights(dense: Path, tmp_path: Path, name: str) -> None:
     assert forward(model, PROMPT).isfinite().all() and isinstance(weight, object)
     first, second = (layer.mlp.down_proj.get_parameter("weight") for layer in model.model.layers)
     assert 0.01 < first.std() < 0.03 and not torch.equal(first, second)
+    assert abs(first.mean()) < 5 * first.std() / first.numel() ** 0.5  # no part that all weights share
