@@ -11,9 +11,18 @@ from collections.abc import Sequence
 import inside
 import torch
 from attention_cases import Heads
-from tensors import F32, assert_near, randn
+from tensors import BF16, F16, F32, assert_near, randn
 
+from nanovllm.families.kernels.joined_norms import (
+    added_norm_reference,
+    added_norm_triton,
+    sum_of_norms_reference,
+    sum_of_norms_triton,
+    two_norms_reference,
+    two_norms_triton,
+)
 from nanovllm.kernels.activation import silu_and_mul_reference, silu_and_mul_triton
+from nanovllm.kernels.compat import INTERPRET
 from nanovllm.kernels.gemv import gemv_reference, gemv_triton
 from nanovllm.kernels.matmul import Tile, linear_reference, linear_triton
 from nanovllm.kernels.paged import KVCache
@@ -62,6 +71,39 @@ def check_rms_norm(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
         assert torch.equal(residual, kept)
         assert_near(total, x.double() + residual.double())
         assert_near(out, exact_rms_norm(total, weight, eps))
+
+
+def check_joined_norms(rows: int, n: int, dtype: torch.dtype, device: str) -> None:
+    """Gemma 4's norms of strided rows: near the exact ones, in 16 bits the bits of one after the other."""
+    eps = 1e-6
+    x, y, total = (randn(rows, 2 * n, dtype=dtype, device=device, seed=each)[:, n:] for each in range(3))
+    first = 1 + 0.1 * randn(n, dtype=dtype, device=device, seed=3)
+    second = 1 + 0.1 * randn(n, dtype=F32, device=device, seed=4)
+    scalar = torch.tensor([0.7], dtype=dtype, device=device)
+    # float32 may fuse a product with a sum, and the interpreter truncates to bfloat16.
+    same_bits = dtype == F16 or (dtype == BF16 and not INTERPRET)
+    a, b = (rms_norm_triton(each, weight, eps) for each, weight in ((x, first), (y, second)))
+    other = rms_norm_triton(x, second, eps)
+    joined = (
+        (two_norms_triton(x, first, second, eps), (a, other)),
+        ((sum_of_norms_triton(x, y, first, second, eps),), (a + b,)),
+        ((added_norm_triton(x, total, first, scalar[0], eps),), ((total + a) * scalar[0],)),
+    )
+    for found, expected in joined:
+        for ours, apart in zip(found, expected, strict=True):
+            assert ours.is_contiguous() and (not same_bits or torch.equal(ours, apart))
+    exact = exact_rms_norm(x, first, eps), exact_rms_norm(y, second, eps)
+    for joined_sum in (sum_of_norms_triton, sum_of_norms_reference):
+        assert_near(joined_sum(x, y, first, second, eps), exact[0] + exact[1])
+        assert joined_sum(x[:0], y[:0], first, second, eps).shape == (0, n)
+    wanted = (total.double() + exact[0]) * scalar.double()
+    for added in (added_norm_triton, added_norm_reference):
+        assert_near(added(x, total, first, scalar[0], eps), wanted)
+        assert added(x[:0], total[:0], first, scalar[0], eps).shape == (0, n)
+    for norms in (two_norms_triton, two_norms_reference):
+        for ours, weight in zip(norms(x, first, second, eps), (first, second), strict=True):
+            assert_near(ours, exact_rms_norm(x, weight, eps))
+        assert [each.shape for each in norms(x[:0], first, second, eps)] == [(0, n)] * 2
 
 
 # ---- products and activations ----

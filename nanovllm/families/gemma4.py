@@ -18,6 +18,7 @@ from nanovllm.attention.rotary import AttentionSpec, RopeConfig
 from nanovllm.families.blocks import decoder_prefixes
 from nanovllm.families.gemma import GemmaFamily
 from nanovllm.families.gemma4_experts import Gemma4Spec, MLPBesideExperts
+from nanovllm.families.kernels.joined_norms import added_norm
 from nanovllm.families.norms import NoNorm
 from nanovllm.formats.config_json.values import layer_kinds, number, rope_config
 from nanovllm.kernels.activation import Activation
@@ -74,6 +75,8 @@ class _AfterNorm(RMSNorm):
     whole = False  # the block's term is no part of a sum over the ranks
 
     def added(self, term: torch.Tensor, total: torch.Tensor) -> Stream:
+        if self.scalar and (self.whole or self.tp.size == 1):
+            return Stream(added_norm(term, total, self.weight, self.scalar[0], self.eps), summed=True)
         normed = self(Stream(term, summed=self.whole)).tensor()
         if not self.scalar:
             return Stream(normed, total, summed=True)

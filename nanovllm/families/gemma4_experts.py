@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.families.kernels.joined_norms import sum_of_norms, two_norms
 from nanovllm.layers.stream import RMSNorm, Step
 from nanovllm.layers.weights import WeightLayer
 from nanovllm.models.config import HFConfig, ModelConfig
@@ -57,14 +57,15 @@ class _InModelDtype(ReplicatedLinear):
 
 
 class Router(WeightLayer):
-    """Logits of the experts from rows of the stream, which it normalises; and a factor of each expert."""
+    """Logits of the experts, from rows of the stream with a norm whose weight is `scale`; and a factor of
+    each expert."""
 
     scale: torch.Tensor  # [hidden_size] float32, times hidden_size ** -0.5
     per_expert_scale: torch.Tensor  # [experts] float32
 
     def __init__(self, config: ModelConfig, spec: MoESpec) -> None:
         super().__init__()
-        self._eps, self._factor = config.rms_norm_eps, config.hidden_size**-0.5
+        self._factor = config.hidden_size**-0.5
         self.proj = _InModelDtype(config.hidden_size, spec.num_experts)
         for name, size in (("scale", config.hidden_size), ("per_expert_scale", spec.num_experts)):
             self.declare((size,), [WeightShard.whole(name, (size,), dummy=1.0)])
@@ -78,8 +79,8 @@ class Router(WeightLayer):
             self.scale *= self._factor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden_size], the stream without a norm -> [T, experts]."""
-        logits: torch.Tensor = self.proj(rms_norm(x, self.scale, self._eps))
+        """x [T, hidden_size], normalised -> [T, experts]."""
+        logits: torch.Tensor = self.proj(x)
         return logits
 
 
@@ -104,13 +105,12 @@ class MLPBesideExperts(nn.Module):
         dense = self.mlp(x, step).tensor()
         rows, before = x.total, self.pre_feedforward_layernorm_2
         slots = step.meta.slot_mapping if step.meta.cu_seqlens_q is None else None  # as in `MoE`
-        routing = Routing(self.router(rows), self._top_k, True, slots, self.router.per_expert_scale)
-        normed = rms_norm(rows, before.weight, before.eps)
+        normed, to_route = two_norms(rows, before.weight, self.router.scale, before.eps)
+        routing = Routing(self.router(to_route), self._top_k, True, slots, self.router.per_expert_scale)
         routed = self.experts(Normed.computed(normed, normed), routing)
         if self.record is not None:
             self.record[: len(rows)] = routing.chosen().ids
         if self._tp.size > 1:  # one sum for both
             dense, routed = self._tp.all_reduce(torch.cat((dense, routed))).chunk(2)
-        parts = (dense, self.post_feedforward_layernorm_1), (routed, self.post_feedforward_layernorm_2)
-        first, second = (rms_norm(each, norm.weight, norm.eps) for each, norm in parts)
-        return first + second
+        first, second = self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2
+        return sum_of_norms(dense, routed, first.weight, second.weight, first.eps)

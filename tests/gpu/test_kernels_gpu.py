@@ -92,6 +92,12 @@ def test_rms_norm(rows: int, n: int, dtype: torch.dtype) -> None:
     layer_cases.check_rms_norm(rows, n, dtype, GPU)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (97, 80), (300, 1536), (256, 2816), (3, 5376)])
+def test_joined_norms(rows: int, n: int, dtype: torch.dtype) -> None:
+    layer_cases.check_joined_norms(rows, n, dtype, GPU)
+
+
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize(

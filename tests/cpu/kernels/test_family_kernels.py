@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import layer_cases
 import pytest
 import torch
 from tensors import BF16, F16, F32, assert_near, randn
@@ -108,3 +109,9 @@ def test_norms_with_float32_weights(dtype: torch.dtype) -> None:
         out, total = run(x, None, weight, 1e-6)
         assert out.dtype == dtype and torch.equal(total, x)
         assert_near(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 80), (97, 48), (2, 300)])
+def test_joined_norms(rows: int, n: int, dtype: torch.dtype) -> None:
+    layer_cases.check_joined_norms(rows, n, dtype, "cpu")

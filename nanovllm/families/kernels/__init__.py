@@ -1,0 +1,1 @@
+"""Kernels that few families need."""
