@@ -34,6 +34,7 @@ from nanovllm.kernels.rms_norm import (
 )
 from nanovllm.kernels.rotary import (
     Rotation,
+    qk_norm_rope_store,
     qk_norm_rope_store_reference,
     qk_norm_rope_store_triton,
     quantise_reference,
@@ -316,6 +317,36 @@ def check_store(tokens: int, heads: Heads, device: str, *, num_blocks: int = 9, 
         if not (fp8 and device == "cpu"):  # Triton's interpreter has no NaN in FP8
             assert keys[-1].isnan().all() and keys[:-1].isfinite().all(), "the head's own key"
         assert values[-1, 3] == 0 and values.isfinite().all()
+
+
+def check_norm_of_values(tokens: int, heads: Heads, device: str) -> None:
+    """Values are stored with their norm; those that are the keys' projection too; NaN spoils its own head."""
+    shape = (tokens, heads.q_heads + 2 * heads.kv_heads, heads.head_dim)
+    wide = 3 * randn(*shape, dtype=heads.dtype, device=device)
+    q, k, v = wide.split((heads.q_heads, heads.kv_heads, heads.kv_heads), dim=1)
+    positions = torch.arange(tokens, dtype=torch.int32, device=device)
+    angles = randn(tokens, heads.head_dim // 2, device=device, seed=1)
+    weight = 1 + 0.1 * randn(heads.head_dim, dtype=heads.dtype, device=device, seed=2)
+    rotation = Rotation(positions, torch.cat((angles.cos(), angles.sin()), 1), weight, weight, 1e-5)
+    ones = torch.ones(heads.head_dim, device=device)
+    for values in (v, k):
+        wanted = exact_rms_norm(values, ones, 1e-5)
+        for store in (*STORES, qk_norm_rope_store):
+            empty = (2, tokens, heads.kv_heads, heads.head_dim)
+            cache, other = (
+                KVCache(*(torch.zeros(empty, dtype=heads.dtype, device=device) for _ in "kv")) for _ in "12"
+            )
+            out = store(q, k, values, rotation._replace(v_norm=True), cache, positions)
+            assert_near(cache.v[0], wanted)
+            assert torch.equal(out, store(q, k, values, rotation, other, positions))
+            assert torch.equal(cache.k, other.k) and torch.equal(other.v[0], values)
+    spoilt = v.clone()
+    spoilt[0, 0, 1] = math.nan
+    for store in (*STORES, qk_norm_rope_store):
+        cache = KVCache(*(torch.zeros(empty, dtype=heads.dtype, device=device) for _ in "kv"))
+        store(q, k, spoilt, rotation._replace(v_norm=True), cache, positions)
+        assert not cache.v[0, 0, 0].any() and cache.v.isfinite().all() and cache.v[0, 0, 1:].any()
+        assert cache.k[0, 0, 0].isnan().all() and cache.k[0, 0, 1:].isfinite().all()
 
 
 def nearest_fp8(x: torch.Tensor) -> torch.Tensor:

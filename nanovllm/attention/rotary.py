@@ -91,6 +91,7 @@ class AttentionSpec:
     qk_norm: Literal["head", "all"] | None = None  # RMSNorm over each head (Qwen3), or over all (OLMo 2)
     rope: RopeConfig | None = None  # None: queries and keys are not rotated
     v_from_k: bool = False  # values are the keys' projection, before norm and rope: there is no v_proj
+    v_norm: bool = False  # values are divided by the root mean square of their head (Gemma 4)
     gate: Literal["head", "element"] | None = None  # what its layer multiplies of what was attended
     kv_from: int | None = None  # an earlier layer whose keys and values it reads, with none of its own
     state: Any = None  # of a layer with a state in place of all this, `StateSpec` of `states/spec.py`

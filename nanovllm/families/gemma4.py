@@ -42,32 +42,6 @@ from nanovllm.quantization.shards import FileNames, WeightOptions, WeightShard
 _IN_WHOLE = ("model.language_model.", "model.", "language_model.model.", "")
 
 
-class _PlainNorm(WeightLayer):
-    """x [..., size] / rms(x): an RMSNorm without a weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self._size, self._eps = size, eps
-
-    def allocate(self, path: str, options: WeightOptions, quant: QuantConfig) -> None:
-        self._ones = torch.ones(self._size, dtype=options.dtype, device=options.device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self._ones, self._eps)
-
-
-class Gemma4Attention(Attention):
-    """With a norm of the values."""
-
-    def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
-        super().__init__(config, index, build)
-        self.v_norm = _PlainNorm(self.spec.head_dim, self.eps)
-
-    def project(self, x: Normed, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = super().project(x, step)
-        return q, k, self.v_norm(v)
-
-
 class _AfterNorm(RMSNorm):
     """The norm after a block. That of the last one then multiplies the stream by the layer's scalar."""
 
@@ -142,7 +116,7 @@ class Gemma4Layer(WeightLayer):
         super().__init__()
         self.index, self._input_size, tp = index, input_size, build.tp
         self.input_layernorm = layer_norm(config, tp)
-        self.self_attn = Gemma4Attention(config, index, build)
+        self.self_attn = Attention(config, index, build)
         self.post_attention_layernorm = layer_norm(config, tp)
         self.pre_feedforward_layernorm = layer_norm(config, tp)
         beside = None if config.moe is None else MLPBesideExperts(config, build)
@@ -254,7 +228,7 @@ def _specs(hf: HFConfig, config: ModelConfig) -> list[AttentionSpec]:
                 f"head_dim of {head_dim}; the first must divide them, the second be even and at least 4"
             )
         spec = replace(spec, num_kv_heads=heads, head_dim=head_dim, scale=1.0)
-        specs.append(replace(spec, v_from_k=shared and kind == FULL))
+        specs.append(replace(spec, v_from_k=shared and kind == FULL, v_norm=True))
     return specs
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from nanovllm.batch import NO_SLOT
 from nanovllm.kernels.compat import (
@@ -28,12 +29,12 @@ _KV_TILE = 2  # KV heads per program, with all their query heads: more are slowe
 
 
 class Rotation(NamedTuple):
-    """The rotation of queries and keys, and the norm before it.
+    """The rotation of queries and keys, and the norms of a head.
 
     Element i of the first half of a head is rotated with element i of the second half (the "neox" layout of
     RoFormer's rotary embedding). With weights, an RMSNorm over each head comes first. rotary: only so many
     first elements are rotated, and the rest of the table has angle 0; 0: all. interleaved: elements 2 i and
-    2 i + 1 are rotated together.
+    2 i + 1 are rotated together. v_norm: values are divided by the root mean square of their head (Gemma 4).
     """
 
     positions: torch.Tensor  # [T] int32 or int64
@@ -43,11 +44,16 @@ class Rotation(NamedTuple):
     eps: float = 1e-6
     rotary: int = 0
     interleaved: bool = False
+    v_norm: bool = False
 
     def options(self) -> dict[str, int | bool]:
         """The arguments of the kernel that are not those of whole heads in halves."""
         options: dict[str, int | bool] = {"ROTARY": self.rotary} if self.rotary else {}
         return options | ({"INTERLEAVED": True} if self.interleaved else {})
+
+    def normed(self, v: torch.Tensor) -> torch.Tensor:
+        """v [T, heads, head_dim] with its norm, if it has one, in plain torch."""
+        return F.rms_norm(wide(v), v.shape[-1:], None, self.eps).to(v.dtype) if self.v_norm else v
 
 
 @jit()
@@ -135,6 +141,7 @@ def _qk_norm_rope_store_kernel(
     HEAD_DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    V_NORM: tl.constexpr,
     USE_PDL: tl.constexpr,
     NO_SLOT: tl.constexpr = NO_SLOT,
     ROTARY: tl.constexpr = 0,
@@ -178,6 +185,10 @@ def _qk_norm_rope_store_kernel(
     dtype: tl.constexpr = q_out_ptr.dtype.element_ty
     q_first, q_second = _rotated((q_first, q_second), q_weight, angle, eps, dtype, HEAD_DIM)
     k_first, k_second = _rotated((k_first, k_second), k_weight, angle, eps, dtype, HEAD_DIM)
+    if V_NORM:
+        plain = value.to(tl.float32)
+        variance = tl.sum(plain * plain, axis=1) / HEAD_DIM
+        value = (plain * tl.rsqrt(variance + eps)[:, None]).to(dtype)
     # A masked token's weight is 0, but 0 * NaN is NaN. A key that is NaN has no effect where it is masked.
     nothing = value.to(tl.float32) * 0.0
     spoilt = tl.sum(nothing, axis=1)[:, None]
@@ -261,6 +272,7 @@ def qk_norm_rope_store_triton(
         HEAD_DIM=head_dim,
         HALF_PADDED=half_padded,
         DIM_PADDED=next_power_of_2(head_dim),
+        V_NORM=rotation.v_norm,
         num_warps=min(8, next_power_of_2(warps)),
         **rotation.options(),
         **pdl_options(q),
@@ -319,7 +331,7 @@ def qk_norm_rope_store_reference(
     cache.check()
     angles = rotation.cos_sin.index_select(0, rotation.positions)
     q = _rotate_reference(q, rotation.q_weight, angles, rotation)
-    k = _rotate_reference(k, rotation.k_weight, angles, rotation)
+    k, v = _rotate_reference(k, rotation.k_weight, angles, rotation), rotation.normed(v)
     if not v.sum().isfinite():
         nothing = v * 0  # NaN where v is not finite
         k, v = k + nothing.sum(dim=2, keepdim=True), v.masked_fill(nothing != 0, 0)

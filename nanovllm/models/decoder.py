@@ -71,8 +71,9 @@ class Attention(WeightLayer):
         size = spec.num_heads * head_dim
         self.spec, self.eps, self.backend = spec.of_rank(tp.size), eps, build.backend
         self.rotary = build.rope(spec.rope, head_dim)
-        self._turned = 0 if spec.rope is None else spec.rope.rotary_dim(head_dim) % head_dim
-        self._interleaved = spec.rope is not None and spec.rope.interleaved
+        turned = 0 if spec.rope is None else spec.rope.rotary_dim(head_dim) % head_dim
+        mixed = spec.rope is not None and spec.rope.interleaved
+        self._turn = partial(Rotation, eps=eps, rotary=turned, interleaved=mixed, v_norm=spec.v_norm)
         self.group = 0  # its `KVGroup`; the cache's owner sets it
         self.cache = KVCache(torch.empty(0), torch.empty(0))
         if spec.kv_from is None:
@@ -110,7 +111,7 @@ class Attention(WeightLayer):
 
         Stores keys and values in the step's slots, and copies cached ones, before any token attends.
         """
-        spec, eps = self.spec, self.eps
+        spec = self.spec
         meta = step.meta.of_group(self.group)
         q_weight, k_weight = (
             x.weight if isinstance(x, RMSNorm) else None for x in (self.q_norm, self.k_norm)
@@ -122,9 +123,7 @@ class Attention(WeightLayer):
         if spec.qk_norm == "all":
             q = self.q_norm(q) if self.q_norm is not None else q
             k = self.k_norm(k) if self.k_norm is not None else k
-        rotation = Rotation(
-            step.positions, self.rotary.cos_sin, q_weight, k_weight, eps, self._turned, self._interleaved
-        )
+        rotation = self._turn(step.positions, self.rotary.cos_sin, q_weight, k_weight)
         if spec.kv_from is None:
             q = qk_norm_rope_store(q, k, v, rotation, self.cache, meta.slot_mapping)
             self.copy_cells(meta)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import attention_cases
+import layer_cases
 import pytest
 from attention_cases import Heads, variant_of
 from checked_llm import make_tiny
@@ -40,6 +41,12 @@ def test_attention_of_wide_heads(heads: Heads, window: int | None) -> None:
         contexts = [(397 * row) % 2049 for row in range(1, sequences + 1)]
         attention_cases.check_decode(contexts, heads, GPU, variant)
     attention_cases.check_prefill(LENGTHS, heads, GPU, variant=variant)
+
+
+@pytest.mark.parametrize("heads", [*SHAPES[:4], Heads(16, 8, 256, 256, BF16)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 97])
+def test_norm_of_values(tokens: int, heads: Heads) -> None:
+    layer_cases.check_norm_of_values(tokens, heads, GPU)
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -180,6 +180,7 @@ def qk_norm_rope_store(
         return qk_norm_rope_store_reference(q, k, v, rotation, cache, slot_mapping)
     positions, cos_sin, q_weight, k_weight, eps = rotation[:5]
     tokens, q_heads, head_dim = q.shape
+    v = rotation.normed(v)
     assert q.stride(2) == 1 and k.stride(2) == 1 and v.stride(2) == 1 and cos_sin.is_contiguous()
     assert cache.k.stride(3) == 1 and cache.k.stride() == cache.v.stride()
     if cache.k.dtype != q.dtype:

@@ -133,8 +133,9 @@ def sum_of_norms_triton(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if len(x):
         assert y.stride(1) == 1 and y.dtype == x.dtype
-        strides = x.stride(0), y.stride(0)
-        _sum_of_norms_kernel[(len(x),)](x, y, x_weight, y_weight, out, *strides, eps, **_options(x))
+        _sum_of_norms_kernel[(len(x),)](
+            x, y, x_weight, y_weight, out, x.stride(0), y.stride(0), eps, **_options(x)
+        )
     return out
 
 
@@ -146,8 +147,9 @@ def added_norm_triton(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if len(x):
         assert total.stride(1) == 1 and total.dtype == x.dtype == scalar.dtype
-        strides = x.stride(0), total.stride(0)
-        _added_norm_kernel[(len(x),)](x, total, weight, scalar, out, *strides, eps, **_options(x))
+        _added_norm_kernel[(len(x),)](
+            x, total, weight, scalar, out, x.stride(0), total.stride(0), eps, **_options(x)
+        )
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import layer_cases
 import pytest
 import torch
+from attention_cases import Heads
 from tensors import BF16, F16, F32, assert_near, randn
 
 from nanovllm.kernels.activation import Activation, silu_and_mul_reference, silu_and_mul_triton
@@ -115,3 +116,11 @@ def test_norms_with_float32_weights(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 80), (97, 48), (2, 300)])
 def test_joined_norms(rows: int, n: int, dtype: torch.dtype) -> None:
     layer_cases.check_joined_norms(rows, n, dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "q_heads", "kv_heads", "dim"), [(1, 4, 2, 16), (5, 6, 3, 40), (3, 8, 8, 256)]
+)
+def test_norm_of_values(tokens: int, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    layer_cases.check_norm_of_values(tokens, Heads(q_heads, kv_heads, dim, 16, dtype), "cpu")
