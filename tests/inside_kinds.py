@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import pytest
@@ -94,6 +97,18 @@ def note_compiled(patch: pytest.MonkeyPatch, note: Any) -> None:
 def compile_by(patch: pytest.MonkeyPatch, code: str) -> None:
     """Let the processes that compile run this code."""
     patch.setattr(ahead, "_CHILD", code)
+
+
+def compile_in_this_process(patch: pytest.MonkeyPatch) -> None:
+    """Let starts compile here, in the place of a process that would import torch and numba first."""
+
+    def feed(queue: SimpleQueue[tuple[Any, ...]], done: Callable[[], object]) -> None:
+        with suppress(Empty):
+            while True:
+                ahead.address_and_note(*queue.get_nowait())
+                done()
+
+    patch.setattr(ahead, "_feed", feed)
 
 
 def nothing_was_said(patch: pytest.MonkeyPatch) -> None:

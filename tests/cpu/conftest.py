@@ -21,6 +21,17 @@ def _processes_share_one_import_of_torch() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _kernels_are_compiled_here() -> Iterator[None]:
+    """`test_cpu_ahead.py` has the processes that a start compiles in: each imports torch, and numba warms up
+    in it. Here that is done once."""
+    from inside_kinds import compile_in_this_process
+
+    with pytest.MonkeyPatch.context() as patch:
+        compile_in_this_process(patch)
+        yield
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """No number of ranks divides the vocabulary of 97, and four ranks share 2 KV heads."""

@@ -22,6 +22,11 @@ pytestmark = pytest.mark.skipif(not isa.has_kernels(), reason="needs numba")
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "num_kvcache_blocks": 16}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _kernels_are_compiled_here() -> None:
+    """They are not: other processes compile."""
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
