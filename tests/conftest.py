@@ -44,6 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # wait for the others; in the order of names the last ones take a second or two.
     config.option.loadscopereorder = False
     rewrite_a_part(config)
+    gc.disable()  # what is collected stays; visiting it again and again takes a tenth of the time
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -24,7 +24,7 @@ def check_answers(path: Path, folder: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with make_tiny(path, dtype="float32", kvcache_block_size=4, max_num_batched_tokens=5) as llm:
         [output] = llm.generate([PROMPT], params, use_tqdm=False)
-    assert output["token_ids"] == transformers_greedy(folder, PROMPT, 12)
+    assert output["token_ids"] == transformers_greedy(folder, PROMPT, 12, output["token_ids"])
 
 
 def encoding(stored_as: str) -> Encode:
@@ -48,4 +48,4 @@ def check_blocks(path: Path, dense: Path, stored_as: str, matrices: int, packed:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with make_tiny(path, dtype="float32", quantization="dequantize") as llm:
         [output] = llm.generate([PROMPT], params, use_tqdm=False)
-    assert output["token_ids"] == transformers_greedy(dense, PROMPT, 8)
+    assert output["token_ids"] == transformers_greedy(dense, PROMPT, 8, output["token_ids"])

@@ -140,8 +140,18 @@ def transformers_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def transformers_greedy(folder: Path, token_ids: list[int], max_tokens: int) -> list[int]:
-    """Return the `max_tokens` tokens that transformers decodes greedily, end-of-sequence ignored."""
+def transformers_greedy(
+    folder: Path, token_ids: list[int], max_tokens: int, guess: list[int] | None = None
+) -> list[int]:
+    """Return the `max_tokens` tokens that transformers decodes greedily, end-of-sequence ignored.
+
+    guess: what they may be. If each is what transformers chooses after the ones before it, as one pass tells,
+    they are; else they are decoded one by one.
+    """
+    if guess is not None and len(guess) == max_tokens:
+        logits = transformers_logits(folder, [*token_ids, *guess[:-1]])
+        if logits[len(token_ids) - 1 :].argmax(-1).tolist() == guess:
+            return guess
     cache, ids, output = None, torch.tensor([token_ids]), []
     for _ in range(max_tokens):
         result = transformers_model(folder)(ids, past_key_values=cache, use_cache=True)
@@ -149,3 +159,11 @@ def transformers_greedy(folder: Path, token_ids: list[int], max_tokens: int) -> 
         ids = result.logits[:, -1:].argmax(-1)
         output.append(int(ids))
     return output
+
+
+def transformers_answers(
+    folder: Path, prompts: list[list[int]], max_tokens: int, guesses: list[list[int]]
+) -> list[list[int]]:
+    """Return `transformers_greedy` of each prompt; guesses: what an engine answered."""
+    pairs = zip(prompts, guesses, strict=True)
+    return [transformers_greedy(folder, prompt, max_tokens, guess) for prompt, guess in pairs]

@@ -11,10 +11,17 @@ import pytest
 import torch
 import transformers
 from checked_llm import make_tiny
-from engine_cases import make_prompts
+from engine_cases import make_prompts, tokens
 from safetensors.torch import load_file
 from test_models import PROMPT, forward, load
-from tiny_models import MORE_FAMILIES, edit_json, transformers_greedy, transformers_model, write_tiny_model
+from tiny_models import (
+    MORE_FAMILIES,
+    edit_json,
+    transformers_answers,
+    transformers_greedy,
+    transformers_model,
+    write_tiny_model,
+)
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.rotary import AttentionSpec
@@ -46,11 +53,9 @@ def test_the_engine_with_cpu_kernels(
 ) -> None:
     sizes = dict(zip(("head_dim", "global_head_dim"), dims, strict=True))
     folder = write_tiny_model(tmp_path, family, **sizes)
-    expected = [transformers_greedy(folder, prompt, 10) for prompt in make_prompts()]
     with make_tiny(folder, attention_backend="cpu", **options) as llm:
-        for _ in range(2):
-            outputs = llm.generate(make_prompts(), GREEDY, use_tqdm=False)
-            assert [each["token_ids"] for each in outputs] == expected
+        found = [tokens(llm.generate(make_prompts(), GREEDY, use_tqdm=False)) for _ in range(2)]
+    assert found == [transformers_answers(folder, make_prompts(), 10, found[0])] * 2
 
 
 @pytest.mark.skipif(not INTERPRET, reason="kernels are compiled here; tests/gpu runs the engine over them")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_models import PROMPT, forward, load
 from tiny_models import (
     edit_json,
-    transformers_greedy,
+    transformers_answers,
     transformers_logits,
     write_tiny_model,
 )
@@ -39,25 +39,23 @@ PROMPTS = [[*SHARED, *range(10 + own, 14 + own)] for own in range(6)]
 def test_prompts_begin_with_a_kept_state(tmp_path: Path, family: str) -> None:
     """States are NaN at the start; prompts of one call, of another one, and a chat that goes on."""
     folder = write_tiny_model(tmp_path, family)
-    expected = [transformers_greedy(folder, prompt, 6) for prompt in PROMPTS]
     with make_tiny(folder, num_kvcache_blocks=60, max_num_batched_tokens=50) as llm:
-        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert [each["token_ids"] for each in outputs] == expected
+        found = [each["token_ids"] for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        assert found == transformers_answers(folder, PROMPTS, 6, found)
         cached = sorted(seq.num_cached_tokens for seq in llm.sequences)
         assert cached == [0, 41, 41, 41, 41, 41]
-        longer = [[*prompt, *tokens, 5] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
-        outputs = llm.generate(longer, GREEDY, use_tqdm=False)
-        assert [each["token_ids"] for each in outputs] == [transformers_greedy(folder, x, 6) for x in longer]
+        longer = [[*prompt, *tokens, 5] for prompt, tokens in zip(PROMPTS, found, strict=True)]
+        found = [each["token_ids"] for each in llm.generate(longer, GREEDY, use_tqdm=False)]
+        assert found == transformers_answers(folder, longer, 6, found)
         assert {seq.num_cached_tokens for seq in llm.sequences[6:]} == {45}
 
 
 def test_a_preempted_sequence_begins_with_a_kept_state(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "qwen3_5")
-    expected = [transformers_greedy(folder, prompt, 40) for prompt in PROMPTS[:4]]
     with make_tiny(folder, num_kvcache_blocks=20, max_num_seqs=4, max_model_len=96) as llm:
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-        outputs = llm.generate(PROMPTS[:4], params, use_tqdm=False)
-        assert [each["token_ids"] for each in outputs] == expected
+        found = [each["token_ids"] for each in llm.generate(PROMPTS[:4], params, use_tqdm=False)]
+        assert found == transformers_answers(folder, PROMPTS[:4], 40, found)
         assert any(seq.num_preemptions for seq in llm.sequences)
 
 

@@ -15,6 +15,7 @@ from test_hybrid_dtypes import errors
 from test_models import PROMPT, forward, load
 from tiny_models import (
     edit_json,
+    transformers_answers,
     transformers_greedy,
     transformers_logits,
     transformers_model,
@@ -152,13 +153,12 @@ def test_samples_begin_with_a_kept_state(tmp_path: Path, family: str) -> None:
 def test_preempted_sequences_in_every_manner(tmp_path: Path, family: str, ranks: int) -> None:
     """Chunks of prompts beside drawn tokens, few blocks, steps one ahead; after sleep again."""
     folder = write_tiny_model(tmp_path, family)
-    expected = [transformers_greedy(folder, prompt, 40) for prompt in PROMPTS[:4]]
     options = {"num_kvcache_blocks": 20, "max_num_seqs": 4, "max_model_len": 96, "max_num_batched_tokens": 19}
     with make_tiny(folder, tensor_parallel_size=ranks, **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         for _ in range(2):
-            outputs = llm.generate(PROMPTS[:4], params, use_tqdm=False)
-            assert [each["token_ids"] for each in outputs] == expected
+            found = [each["token_ids"] for each in llm.generate(PROMPTS[:4], params, use_tqdm=False)]
+            assert found == transformers_answers(folder, PROMPTS[:4], 40, found)
             llm.sleep()
             llm.wake_up()
         assert any(seq.num_preemptions for seq in llm.sequences)

@@ -125,7 +125,8 @@ def check_against_transformers(folder: Path) -> None:
     torch.testing.assert_close(
         forward(model, PROMPT), transformers_logits(folder, PROMPT), atol=1e-4, rtol=1e-4
     )
-    assert greedy(model, PROMPT, 12) == transformers_greedy(folder, PROMPT, 12)
+    found = greedy(model, PROMPT, 12)
+    assert found == transformers_greedy(folder, PROMPT, 12, found)
     for deterministic in (False, True):
         model = load(folder, deterministic=deterministic, fuse=True)  # equal but for rounding
         expected = transformers_logits(folder, PROMPT)
