@@ -141,6 +141,7 @@ def test_the_dtype_counts_for_the_engine_and_for_the_floor(
     assert floors[0] == pytest.approx(2 * floors[1], rel=1e-3)  # half the bytes
 
 
+@pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize(("states", "itemsize"), [("auto", 4), ("float32", 4), ("bfloat16", 2)])
 def test_the_floor_counts_states_as_they_are_stored(tmp_path: Path, states: str, itemsize: int) -> None:
     argv = ["--device", "cpu", "--mamba-ssm-cache-dtype", states]

@@ -39,6 +39,7 @@ KINDS: list[tuple[dict[str, Any], str]] = [
 
 def make(**options: Any) -> CheckedLLM:
     defaults = {"device": "cpu", "async_scheduling": True, "max_model_len": 96, "dtype": "float32"}
+    defaults |= {"max_num_seqs": 32, "kvcache_block_size": 32}  # room for all rows, in little memory
     return CheckedLLM(demo_model_path(), **defaults | options)
 
 

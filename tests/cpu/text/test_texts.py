@@ -201,7 +201,7 @@ def test_it_decodes_little_more_than_the_output(kind: str, monkeypatch: pytest.M
 def test_through_the_engine(kind: str, tmp_path: Path) -> None:
     tokenizer = TOKENIZERS[kind]
     path = model_for(tokenizer, tmp_path)
-    with CheckedLLM(path, device="cpu") as llm:
+    with CheckedLLM(path, device="cpu", max_num_seqs=40) as llm:
         params = [SamplingParams(temperature=3.0, seed=seed, max_tokens=9) for seed in range(40)]
         for output in llm.generate(["Hello"] * 40, params, use_tqdm=False):
             ids = output["token_ids"]
@@ -238,12 +238,12 @@ def test_stop_reason_is_none_for_the_models_own_end(tmp_path: Path) -> None:
     tokenizer = TOKENIZERS["byte_level"]
     bos, eos, turn = tokenizer.convert_tokens_to_ids(SPECIAL)
     path = model_for(tokenizer, tmp_path)
-    with CheckedLLM(path, device="cpu", skip_tokenizer_init=True) as llm:
+    with CheckedLLM(path, device="cpu", max_num_seqs=40, skip_tokenizer_init=True) as llm:
         assert reason(llm, eos) == ("stop", None), "the only one that the model has"
     edit_json(path / "generation_config.json", eos_token_id=[eos, turn])
-    with CheckedLLM(path, device="cpu", skip_tokenizer_init=True) as llm:
+    with CheckedLLM(path, device="cpu", max_num_seqs=40, skip_tokenizer_init=True) as llm:
         assert reason(llm, eos) == ("stop", eos), "without a tokenizer, which of two it is cannot be known"
-    with CheckedLLM(path, device="cpu") as llm:
+    with CheckedLLM(path, device="cpu", max_num_seqs=40) as llm:
         assert reason(llm, eos) == ("stop", None)
         assert reason(llm, turn) == ("stop", turn)
         assert reason(llm, bos, stop_token_ids=[bos]) == ("stop", bos)
@@ -258,7 +258,7 @@ def test_special_tokens_are_kept_or_left_out(kind: str, tmp_path: Path) -> None:
     tokenizer = TOKENIZERS[kind]
     path = model_for(tokenizer, tmp_path)
     prompt, turn = encode(kind, "Hello<|turn|>"), tokenizer.convert_tokens_to_ids("<|turn|>")
-    with CheckedLLM(path, device="cpu", enforce_eager=True) as llm:  # no step is tried twice
+    with CheckedLLM(path, device="cpu", max_num_seqs=40, enforce_eager=True) as llm:  # no step is tried twice
         answer = [turn, *encode(kind, "Hello the")[1:], turn, tokenizer.eos_token_id]
         asked = [{}, {"skip_special_tokens": False}, {"detokenize": False}]
         params = [SamplingParams(temperature=0, max_tokens=30, **options) for options in asked]
@@ -276,7 +276,7 @@ def test_the_last_token_of_a_character_has_its_text(kind: str, tmp_path: Path) -
     tokenizer, text = TOKENIZERS[kind], "字 the wörld: 🌍🦀, the日"
     ids = encode(kind, text)
     params = SamplingParams(temperature=3.0, seed=1, max_tokens=40, logprobs=3, prompt_logprobs=0, n=2)
-    with CheckedLLM(model_for(tokenizer, tmp_path), device="cpu") as llm:
+    with CheckedLLM(model_for(tokenizer, tmp_path), device="cpu", max_num_seqs=40) as llm:
         [output] = llm.generate([ids], params, use_tqdm=False)
         rows = zip(ids[1:], output.prompt_logprobs[1:], strict=True)
         shown = [row[token_id].decoded_token for token_id, row in rows]
