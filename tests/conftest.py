@@ -6,6 +6,7 @@ skipped.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -31,6 +32,7 @@ MAX_WORKERS = 8  # each holds about 1 GiB; the longest file takes an eighth of t
 # A shell's background jobs ignore SIGINT; without this, the tests of Ctrl-C would never end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would the jobs of tests
+atexit.register(gc.unfreeze)  # not before: pytest looks for garbage at the end of a session, again and again
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -61,10 +63,6 @@ def _imports_are_no_garbage() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _triton_is_interpreted_quickly() -> None:
     speed_up()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
