@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Generator
 
 import pytest
 from full_cells import draw_fewer_examples, left_to_full
@@ -46,11 +47,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # wait for the others; in the order of names the last ones take a second or two.
     config.option.loadscopereorder = False
     rewrite_a_part(config)
-    gc.disable()  # what is collected stays; visiting it again and again takes a tenth of the time
 
 
-def pytest_collection_finish() -> None:
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays: no garbage is looked for in it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")
