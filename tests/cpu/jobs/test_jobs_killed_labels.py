@@ -19,7 +19,7 @@ from report_pages import parse, rows, words
 
 from nanovllm import LLM, demo_model_path
 
-COUNT = 500
+COUNT = 250
 ASKED = ["--chat", "--template", "Is {number} even or odd?"]
 CHOICES = ["--choice", "odd,even,neither of them"]  # of several tokens: a row takes several requests
 
