@@ -1,6 +1,7 @@
 """Checks and times the kernels of a mixture of experts, with a sweep of their tiles, on one GPU.
 
     python -m tools.bench experts                  # about 80 seconds on an H100
+    python -m tools.bench experts --decode --shapes 30B-A3B Gemma-4 35B-A3B       # decode steps alone
 
 Each kernel is compared with its twin first. Then one line for each product, shape and number of tokens: the
 best tile, its time, TB/s of the experts that are read and TFLOP/s, and what cuBLAS takes for as many rows of
@@ -16,6 +17,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from time import perf_counter
@@ -37,7 +39,8 @@ from nanovllm.moe.kernels.reference import experts_reference
 from nanovllm.moe.kernels.routing import route_reference, route_triton
 from nanovllm.moe.kernels.tiles import ExpertTiles
 
-BYTES_PER_S = 3.13e12  # that an H100 reads
+BYTES_PER_S = {"NVIDIA H200": 4.58e12}  # that a GPU reads; others: as an H100
+H100_BYTES_PER_S = 3.13e12
 WORKERS = 12  # processes that compile
 
 
@@ -51,20 +54,23 @@ class Shape(NamedTuple):
 
 A3B = Shape("30B-A3B", 2048, 768, 128, 8)
 MIXTRAL = Shape("8x7B", 4096, 14336, 8, 2)
+GEMMA4 = Shape("Gemma-4", 2816, 704, 128, 8)  # 26B-A4B
+QWEN35 = Shape("35B-A3B", 2048, 512, 256, 8)
+SHAPES = {shape.name: shape for shape in (A3B, GEMMA4, QWEN35)}
 FEW = (1, 2)
 DECODE = (16, 64, 131, 256)
 PREFILL = (4096, 8192, 16384)
 
 DECODE_TILES = [
+    (rows, ExpertTile(64, k, stages, swap=True))
+    for rows in (16, 32)
+    for k, stages in ((64, 6), (128, 2), (128, 3), (128, 4), (128, 5), (256, 2), (256, 3))
+]
+DECODE_TILES += [
     (rows, ExpertTile(*tile))
     for rows, *tile in (
-        (16, 64, 64, 6, 4, True),
-        (16, 64, 128, 4, 4, True),
-        (16, 64, 256, 3, 4, True),
         (16, 128, 64, 4, 4, True),
         (16, 128, 128, 3, 4, True),
-        (32, 64, 64, 6, 4, True),
-        (32, 64, 128, 4, 4, True),
         (32, 128, 64, 4, 4, True),
         (32, 128, 64, 4, 8, True),
         (32, 128, 128, 3, 8, True),
@@ -82,7 +88,7 @@ PREFILL_TILES = [
         (128, 256, 64, 4, 8),
     )
 ]
-CHECKED = [DECODE_TILES[2], DECODE_TILES[6], DECODE_TILES[10], PREFILL_TILES[1], PREFILL_TILES[3]]
+CHECKED = [DECODE_TILES[6], DECODE_TILES[10], DECODE_TILES[-2], PREFILL_TILES[1], PREFILL_TILES[3]]
 ODD = [Shape("odd", 64, 40, 10, 3), Shape("small", 256, 96, 128, 8), Shape("two", 128, 72, 8, 2)]
 GEMV = [GemvChoice(*each) for each in product((4096, 8192), (2048, 4096), (4,), (4, 8))]
 
@@ -237,24 +243,16 @@ def candidates(case: Case) -> Iterator[tuple[str, str, int, ExpertTile, list[Cal
 def compile_part(shapes: list[tuple[Shape, bool]], index: int) -> None:
     """Compile a part of all configurations, in a process of its own; the results are in Triton's cache."""
     for shape, large in shapes:
-        compile_shape(shape, index, large)
-
-
-def compile_shape(shape: Shape, index: int, large: bool) -> None:
-    case = Case(shape, 512 if large else 4, sets=1)
-    every = [calls for *_, calls in candidates(case)]
-    if shape in ODD:
-        choices = [checked(*each, case) for each in CHECKED]
-        every = [
-            [partial(experts_triton, case.x, *case.weights[0], case.tiles(choice.rows), choice)]
-            for choice in choices
-        ]
-    for number, calls in enumerate(every):
-        if number % WORKERS == index:
-            try:
-                calls[0]()
-            except Exception:
-                continue
+        case = Case(shape, 512 if large else 4, sets=1)
+        every = [calls[0] for *_, calls in candidates(case)]
+        if shape in ODD:
+            every = [
+                partial(experts_triton, case.x, *case.weights[0], case.tiles(choice.rows), choice)
+                for choice in (checked(*each, case) for each in CHECKED)
+            ]
+        for call in every[index::WORKERS]:
+            with suppress(Exception):
+                call()
 
 
 def compile_all(shapes: list[tuple[Shape, bool]]) -> None:
@@ -270,10 +268,11 @@ def line(case: Case, what: str, took: float, share: float, more: str, log: TextI
     """share: of the three matrices of an expert that are read."""
     s = case.shape
     size = share * 3 * s.hidden * s.width
+    bus = BYTES_PER_S.get(torch.cuda.get_device_name(), H100_BYTES_PER_S)
     num_bytes, flops = 2 * size * case.touched, 2 * size * case.tokens * s.top_k
     text = (
         f"{s.name:8s} T={case.tokens:<6d}{what:24s}{took * 1e6:9.1f} us  {num_bytes / took / 1e12:5.2f} TB/s "
-        f"({num_bytes / BYTES_PER_S / took:4.0%} of {BYTES_PER_S / 1e12})  {flops / took / 1e12:6.1f} TFLOP/s"
+        f"({num_bytes / bus / took:4.0%} of {bus / 1e12})  {flops / took / 1e12:6.1f} TFLOP/s"
         f"  {more}"
     )
     print(text)
@@ -345,14 +344,13 @@ def few(case: Case, log: TextIO) -> None:
         print(f"  T={case.tokens} {choice}: {found[choice] * 1e6:.1f} us", file=log)
     choice = min(found, key=found.__getitem__)
     line(case, "few rows", found[choice], 1.0, str(tuple(choice)), log)
-    tiled = choose_experts(case.tokens * case.shape.top_k, case.shape.experts, case.x.dtype, case.x.device)
-    layer(case, tiled, "in tiles", log)
+    as_chosen(case, log, "in tiles")
 
 
-def as_chosen(case: Case, log: TextIO) -> None:
+def as_chosen(case: Case, log: TextIO, what: str = "as chosen") -> None:
     pairs = case.tokens * case.shape.top_k
     choice = choose_experts(pairs, case.shape.experts, case.x.dtype, case.x.device)
-    layer(case, choice, f"as chosen: {choice.rows} rows", log)
+    layer(case, choice, f"{what}: {choice.rows} rows", log)
 
 
 def guarded(measure: Callable[[Case, TextIO], None], shape: Shape, tokens: int, log: TextIO) -> None:
@@ -366,9 +364,19 @@ def guarded(measure: Callable[[Case, TextIO], None], shape: Shape, tokens: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Check and time the kernels of experts, on a GPU.")
     parser.add_argument("--output", default=os.devnull, help="a file for the whole sweep")
+    parser.add_argument("--decode", action="store_true", help="the steps of 16 to 256 rows alone, unchecked")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[A3B.name], help="with --decode")
     args, began = parser.parse_args(), perf_counter()
     with open(args.output, "w") as log:
         print(torch.cuda.get_device_name(), torch.__version__)
+        if args.decode:
+            shapes = [SHAPES[name] for name in args.shapes]
+            compile_all([(shape, False) for shape in shapes])
+            print(f"compiled in {perf_counter() - began:.0f} s")
+            for shape, tokens in product(shapes, DECODE):
+                guarded(sweep, shape, tokens, log)
+                guarded(as_chosen, shape, tokens, log)
+            return
         compile_all([(A3B, False), (A3B, True), *((shape, False) for shape in ODD)])
         print(f"compiled in {perf_counter() - began:.0f} s")
         try:
