@@ -10,7 +10,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from nanovllm.order.ends import SHARE, end_together
@@ -130,12 +130,13 @@ def test_rows_are_taken_once() -> None:
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
+@example([(1, 0)] * 3 + [(5, 0)] * 4, 3)
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 1)), min_size=1, max_size=200), st.integers(1, 12)
 )
 def test_units_stay_together_and_end_in_time(rows: list[tuple[int, int]], slots: int) -> None:
-    """An end is later than all work divided by the slots by at most the longest row, as Graham showed for any
-    order; with rows of one unit each by at most a share and the shortest ones."""
+    """With rows of one unit each an end is later than all work divided by the slots by at most a share and
+    the shortest ones, or it is that of longest first: four rows of 5 in three slots take 10 in any order."""
     lengths = np.array([length for length, _ in rows], float)
     units = np.cumsum([new for _, new in rows])
     order = end_together(lengths, lengths, units, slots)
@@ -147,4 +148,5 @@ def test_units_stay_together_and_end_in_time(rows: list[tuple[int, int]], slots:
     whole, longest = float(lengths.sum()) / slots, float(lengths.max())
     shortest = float(np.sort(lengths)[min(slots, len(rows)) - 1])
     latest = max(whole + max(SHARE * whole, shortest), longest) + shortest
-    assert steps_of(lengths[alone].astype(int).tolist(), slots) <= latest
+    ends = [steps_of(each.astype(int).tolist(), slots) for each in (lengths[alone], -np.sort(-lengths))]
+    assert ends[0] <= max(latest, ends[1])
