@@ -13,7 +13,9 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.device import Device
+from nanovllm.layers.stream import Group
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.weights import weight_bytes
 from nanovllm.states.kernels.delta_heads import MOST_DIM, MOST_RATIO
 from nanovllm.states.kernels.packed import CHUNK
 
@@ -21,8 +23,8 @@ logger = logging.getLogger("nanovllm")
 
 FEWEST_KEPT, MOST_KEPT = 16, 64  # rows for prefixes
 _SEQS_FOR_KEPT = 4  # between the two there is one for so many running sequences
-_SHARE = 4  # states take at most a quarter of the memory
-_CPU_BYTES = 2 * 2**30  # and on a CPU at most this
+_SHARE = 2  # states take at most half of the memory that weights leave
+_CPU_SHARE, _CPU_BYTES = 4, 2 * 2**30  # on a CPU at most a quarter of all, and at most this
 # The dtype of states by `mamba_ssm_cache_dtype`. "auto" is what transformers computes, whatever a file says.
 _DTYPES: Mapping[str, torch.dtype] = {
     "auto": torch.float32,
@@ -92,10 +94,10 @@ def num_rows(num_seqs: int) -> int:
     return num_seqs + num_kept(num_seqs)
 
 
-def most_sequences(row_bytes: int, memory: int, is_gpu: bool) -> int:
-    """The most sequences for which the states of all layers, `row_bytes` a sequence, take their share of a
-    device's `memory`; at least 1."""
-    rows = (memory // _SHARE if is_gpu else min(memory // _SHARE, _CPU_BYTES)) // row_bytes
+def most_sequences(row_bytes: int, share: int) -> int:
+    """The most sequences for which the states of all layers, `row_bytes` a sequence, take `share` bytes; at
+    least 1."""
+    rows = share // row_bytes
     many = rows - MOST_KEPT, rows * _SEQS_FOR_KEPT // (_SEQS_FOR_KEPT + 1)
     return max(1, min(rows - FEWEST_KEPT, max(many)))
 
@@ -123,6 +125,16 @@ def _row_bytes(config: Config, model: ModelConfig, device: Device) -> int:
     return sum(state.row_bytes(item) for state in states) // config.tensor_parallel_size
 
 
+def _share(config: Config, model: ModelConfig, device: Device) -> int:
+    """The most bytes that states take of a device."""
+    total = device.memory()[1]
+    if not device.is_cuda:
+        return min(total // _CPU_SHARE, _CPU_BYTES)
+    dtype = device.resolve_dtype(config.dtype, model.dtype)
+    weights = weight_bytes(model, Group(0, config.tensor_parallel_size), dtype)
+    return max(0, int(total * config.gpu_memory_utilization) - weights) // _SHARE
+
+
 def pool_bytes(config: Config, model: ModelConfig, device: Device) -> int:
     """The memory of all states on one rank; 0 for a model without."""
     row_bytes = _row_bytes(config, model, device)
@@ -145,7 +157,7 @@ def most_seqs(config: Config, model: ModelConfig, device: Device) -> int:
             "kept in float32, because how often one is rounded depends on how its prompt is cut; leave it out"
         )
     row_bytes = _row_bytes(config, model, device)
-    asked, most = config.max_num_seqs, most_sequences(row_bytes, device.memory()[1], device.is_cuda)
+    asked, most = config.max_num_seqs, most_sequences(row_bytes, _share(config, model, device))
     if most < asked and asked != Config.max_num_seqs:  # the default is no wish
         logger.warning(
             "max_num_seqs is %d, not %d: the states of more sequences, %.1f MiB each, take more than their "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import inside
@@ -25,8 +26,10 @@ from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.errors import ModelLoadError
+from nanovllm.layers.stream import Group
 from nanovllm.models.registry import load_model_config
-from nanovllm.states.spec import StateSpec, most_sequences, num_kept, num_rows, pool_bytes
+from nanovllm.models.weights import weight_bytes
+from nanovllm.states.spec import StateSpec, most_seqs, most_sequences, num_kept, num_rows, pool_bytes
 from tools.write_fp8 import write_fp8
 
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -226,9 +229,30 @@ def test_the_memory_of_states(tmp_path: Path) -> None:
             assert layer.pool.nbytes + layer.conv_pool.nbytes == 21 * spec.row_bytes(4)
             assert layer.state_bytes(5) == 21 * spec.row_bytes(4)
     for rows in (17, 100, 1000):
-        most = most_sequences(10, 40 * rows, True)
+        most = most_sequences(10, 10 * rows)
         assert num_rows(most) <= rows < num_rows(most + 2)
-    assert most_sequences(2**40, 2**40, True) == 1, "one always runs"
+    assert most_sequences(2**40, 2**40) == most_sequences(1, 0) == 1, "one always runs"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_take_half_of_what_weights_leave(tmp_path: Path, ranks: int) -> None:
+    """On a GPU, so that a small one still has a KV cache; without room for any, one sequence runs."""
+    model = load_model_config(write_tiny_model(tmp_path, "qwen3_5"))
+    config = Config("m", tensor_parallel_size=ranks, gpu_memory_utilization=0.5, dtype="float32")
+    weights = weight_bytes(model, Group(0, ranks), torch.float32)
+    row = 3 * StateSpec(2, 6, 16, 32, 4).row_bytes(4) // ranks
+    for rows in (0, 17, 100):
+        total = 2 * (weights + 2 * rows * row) + 1
+        device = a_gpu(total)
+        most = most_seqs(config, model, device)
+        assert most == most_sequences(row, rows * row) == {0: 1, 17: 1, 100: 80}[rows]
+        assert rows == 0 or pool_bytes(config, model, device) <= (total // 2 - weights) // 2
+    assert most_seqs(config, model, a_gpu(weights)) == 1
+
+
+def a_gpu(memory: int) -> Any:
+    """What asks for a device's memory sees one with so many bytes."""
+    return SimpleNamespace(is_cuda=True, memory=lambda: (0, memory), resolve_dtype=lambda *_: torch.float32)
 
 
 def test_fewer_sequences_than_asked(
