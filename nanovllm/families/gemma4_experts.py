@@ -57,8 +57,8 @@ class _InModelDtype(ReplicatedLinear):
 
 
 class Router(WeightLayer):
-    """Logits of the experts, from rows of the stream with a norm whose weight is `scale`; and a factor of
-    each expert."""
+    """Logits of the experts, and a factor of each expert. Its rows are the stream, normalised with the weight
+    `scale`."""
 
     scale: torch.Tensor  # [hidden_size] float32, times hidden_size ** -0.5
     per_expert_scale: torch.Tensor  # [experts] float32

@@ -29,7 +29,7 @@ def init_dummy_weights(
         if not any(each.is_floating_point for each in shard.dtypes):
             dtype = shard.dtypes[0]
         whole = torch.empty(shard.shape, dtype=dtype, device=layer.options.device)
-        if isinstance(shard.dummy, float):
+        if shard.dummy is not None and not callable(shard.dummy):
             whole.fill_(shard.dummy)
         elif not dtype.is_floating_point:
             limits = torch.iinfo(dtype)

@@ -72,8 +72,8 @@ class Attention(WeightLayer):
         self.spec, self.eps, self.backend = spec.of_rank(tp.size), eps, build.backend
         self.rotary = build.rope(spec.rope, head_dim)
         turned = 0 if spec.rope is None else spec.rope.rotary_dim(head_dim) % head_dim
-        mixed = spec.rope is not None and spec.rope.interleaved
-        self._turn = partial(Rotation, eps=eps, rotary=turned, interleaved=mixed, v_norm=spec.v_norm)
+        interleaved = spec.rope is not None and spec.rope.interleaved
+        self._turn = partial(Rotation, eps=eps, rotary=turned, interleaved=interleaved, v_norm=spec.v_norm)
         self.group = 0  # its `KVGroup`; the cache's owner sets it
         self.cache = KVCache(torch.empty(0), torch.empty(0))
         if spec.kv_from is None:

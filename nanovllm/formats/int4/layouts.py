@@ -6,7 +6,6 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Literal
@@ -139,7 +138,7 @@ class Int4Format(Format):
     def _shard(
         self, weight: WeightShard, role: Role, param: str, shape: tuple[int, ...], groups: int = 0
     ) -> Int4Shard:
-        tensors: dict[Role, tuple[tuple[torch.dtype, ...], float | Callable[..., Any]]] = {  # and dummies
+        tensors: dict[Role, tuple[tuple[torch.dtype, ...], Any]] = {  # dtypes and dummies
             "codes": ((torch.int32,), _around_the_middle),
             "scales": (_SCALE_DTYPES, _DUMMY_SCALE),
             "zeros": ((torch.int32,), float(_int32(_MIDDLES - self.less))),

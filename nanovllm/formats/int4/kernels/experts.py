@@ -20,6 +20,7 @@ from nanovllm.moe.kernels.tiles import Chosen
 
 
 def _tile(stages: int = 3, registers: int | None = None) -> ExpertTile:
+    """Of 128 columns, as all of them have."""
     return ExpertTile(128, BLOCK, stages, swap=True, registers=registers)
 
 
