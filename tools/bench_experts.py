@@ -64,7 +64,7 @@ PREFILL = (4096, 8192, 16384)
 DECODE_TILES = [
     (rows, ExpertTile(64, k, stages, swap=True))
     for rows in (16, 32)
-    for k, stages in ((64, 6), (128, 2), (128, 3), (128, 4), (128, 5), (256, 2), (256, 3))
+    for k, stages in ((64, 4), (64, 6), (64, 8), (128, 2), (128, 3), (128, 4), (128, 5), (256, 2), (256, 3))
 ]
 DECODE_TILES += [
     (rows, ExpertTile(*tile))
@@ -88,7 +88,7 @@ PREFILL_TILES = [
         (128, 256, 64, 4, 8),
     )
 ]
-CHECKED = [DECODE_TILES[6], DECODE_TILES[10], DECODE_TILES[-2], PREFILL_TILES[1], PREFILL_TILES[3]]
+CHECKED = [DECODE_TILES[8], DECODE_TILES[14], DECODE_TILES[-2], PREFILL_TILES[1], PREFILL_TILES[3]]
 ODD = [Shape("odd", 64, 40, 10, 3), Shape("small", 256, 96, 128, 8), Shape("two", 128, 72, 8, 2)]
 GEMV = [GemvChoice(*each) for each in product((4096, 8192), (2048, 4096), (4,), (4, 8))]
 

@@ -51,13 +51,14 @@ class ExpertChoice(NamedTuple):
     down: ExpertTile
 
 
-# By the pairs of an expert, if all have equally many: the first that is at least as large. Measured on an
-# H100 with the 30B-A3B shape (tools/bench_experts.py): up to 24 pairs 89 to 96 % of the bus, within 2 % of
-# the fastest; the last choice 502 to 577 TFLOP/s for 512 and 1,024 pairs. Persistent programs were slower,
-# and a first copy of the rows in the order of experts takes as long as it saves.
+# By the pairs of an expert, if all have equally many: the first that is at least as large. Measured with
+# three shapes on an H200 (tools/bench_experts.py): up to 24 pairs gate and up at 89 to 95 % of the bus, down
+# at 84 to 91 %, within 2 % of the fastest of 25 tiles. On an H100 the last choice has 502 to 577 TFLOP/s for
+# 512 and 1,024 pairs; persistent programs were slower, and a first copy of the rows in the order of experts
+# takes as long as it saves.
 _CHOICES: tuple[tuple[float, ExpertChoice], ...] = (
-    (9, ExpertChoice(16, ExpertTile(64, 128, 4, swap=True), ExpertTile(64, 128, 4, swap=True))),
-    (24, ExpertChoice(32, ExpertTile(64, 128, 4, swap=True), ExpertTile(64, 128, 4, swap=True))),
+    (9, ExpertChoice(16, ExpertTile(64, 128, 4, swap=True), ExpertTile(64, 128, 2, swap=True))),
+    (24, ExpertChoice(32, ExpertTile(64, 128, 4, swap=True), ExpertTile(64, 128, 3, swap=True))),
     (96, ExpertChoice(64, ExpertTile(128, 64, 4), ExpertTile(128, 64, 4))),
     (float("inf"), ExpertChoice(128, ExpertTile(128, 64, 4, warps=8), ExpertTile(256, 64, 4, warps=8))),
 )
