@@ -43,6 +43,9 @@ class Waits:
     def __init__(self, until: float, rows: int, token: int) -> None:
         self._until, self._rows, self._token = until, rows, token
 
+    def waits_for_host(self) -> bool:
+        return time.perf_counter() >= self._until
+
     def result(self) -> StepOutput[np.ndarray]:
         if (left := self._until - time.perf_counter()) > 0:
             time.sleep(left)
@@ -52,9 +55,10 @@ class Waits:
 class FakeDevice:
     """Steps that take `decode` seconds, or those of their prompt tokens; one after the other."""
 
-    def __init__(self, decode: float, per_token: float) -> None:
-        self._decode, self._per_token = decode, per_token
-        self.steps = self.tokens = 0
+    def __init__(self, decode: float, per_token: float, launch: float) -> None:
+        """launch: seconds in which the host launches a step of prompts, which no graph holds."""
+        self._decode, self._per_token, self._launch = decode, per_token, launch
+        self.steps = self.prefills = 0
         self.started: float | None = None
         self.free_at = self.idle = self.idle_later = 0.0
 
@@ -67,8 +71,11 @@ class FakeDevice:
         self.idle_later += waited if now - self.started > 1.0 else 0.0
         seconds = self._decode
         if batch.kind is StepKind.PREFILL:
-            seconds = 0.001 + self._per_token * len(batch.token_ids)
+            seconds = max(0.001 + self._per_token * len(batch.token_ids), self._launch)
+            self.prefills += 1
         self.free_at = max(now, self.free_at) + seconds
+        while batch.kind is StepKind.PREFILL and time.perf_counter() < now + self._launch:
+            pass
         self.steps += 1
         return Waits(self.free_at, len(batch.slots), 200 + self.steps % 97)
 
@@ -119,6 +126,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--step", type=float, default=0.003, help="seconds of a decode step")
     parser.add_argument("--per-token", type=float, default=1.75e-6, help="seconds of a prompt token")
+    parser.add_argument("--launch", type=float, default=0.0, help="of the host, for a step of prompts")
     parser.add_argument("--job", action="store_true", help="as `nanovllm run`, in place of `generate`")
     parser.add_argument("--tokenizer", help="a folder with tokenizer.json; the demo model's by default")
     args = parser.parse_args()
@@ -131,7 +139,7 @@ def main() -> None:
             prompts = []
         with load(args, folder) as llm:
             llm._first_at_once = lambda num_replicas: None  # a stream begins as on a GPU
-            device = FakeDevice(args.step, args.per_token)
+            device = FakeDevice(args.step, args.per_token, args.launch)
             core = llm._executor
             core.ranks.run = lambda method, batch: device.launch(batch)
             first: list[float] = []
@@ -166,6 +174,7 @@ def main() -> None:
                 "seconds": round(end - start, 2),
                 "processor seconds": round(time.process_time() - cpu, 2),
                 "steps": device.steps,
+                "of prompts": device.prefills,
                 "idle": round(device.idle / seconds, 4),
                 "idle after a second": round(device.idle_later / seconds, 4),
                 "bytes a prompt": round((peak - before - (0 if args.job else answers)) / args.prompts),

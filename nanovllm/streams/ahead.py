@@ -13,6 +13,7 @@ from nanovllm.answers import RequestOutput, unlisted
 
 FIRST = 16  # requests at once on a CPU, for each replica
 _SECONDS = 4.0  # in which as many answers should end as there are requests
+_PART = 16  # of the requests that are missing, which are read between two steps
 _TOKENS = 4  # read in the time in which a CPU writes one with few rows, about
 
 
@@ -27,10 +28,16 @@ class Ahead:
         self._begin: float | None = None
         self._ended = self._read = self._drawn = 0
 
-    @property
-    def portion(self) -> int:
-        """The prompts that are read at once: of few requests more, so that a step has some."""
-        return max(1, self.limit // (8 if self.limit == self.most else 4))
+    def portion(self, unfinished: int) -> int:
+        """The prompts to read now, beside so many unfinished requests.
+
+        With few at once a quarter of them, so that a step has some. Else a part of those that are missing, so
+        that reading them takes less time than a step, and more while few wait.
+        """
+        missing, part = self.limit - unfinished, self.limit // 4
+        if self.limit < self.most:
+            return max(1, part) if missing >= max(1, part) else 0
+        return min(max(-(-missing // _PART), missing - part), max(1, self.limit // 8))
 
     def answered(self, outputs: Iterable[RequestOutput]) -> None:
         """Count answers, and raise the limit: as long as they end quickly, and where they are long beside

@@ -41,7 +41,21 @@ def test_the_limit_goes_up_while_that_pays(read: int, drawn: int, seconds: float
 
 def test_on_a_gpu_all_run_from_the_start() -> None:
     ahead = Ahead(2048, None)
-    assert (ahead.limit, ahead.portion) == (2048, 256)
+    assert ahead.limit == 2048
     ahead.answered(outputs_of(3, 10, 1))
     assert ahead.limit == 2048
-    assert (Ahead(8, 16).limit, Ahead(8, 16).portion, Ahead(99, 16).portion) == (8, 1, 4)
+    assert (Ahead(8, 16).limit, Ahead(99, 16).limit) == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("most", "portions"),
+    [
+        (2048, {0: 256, 1279: 256, 1400: 136, 1536: 32, 1848: 13, 2047: 1, 2048: 0}),
+        (8, {0: 1, 7: 1, 8: 0}),
+        (99, {0: 4, 12: 4, 13: 0}),  # 16 at first
+    ],
+)
+def test_how_many_are_read_beside_those_that_are_unfinished(most: int, portions: dict[int, int]) -> None:
+    """A sixteenth of what is missing, so that a step is longer than reading; more if a quarter is missing."""
+    ahead = Ahead(most, None if most == 2048 else 16)
+    assert {unfinished: ahead.portion(unfinished) for unfinished in portions} == portions

@@ -40,6 +40,18 @@ def test_each_waits_for_one_step(model: Path) -> None:
         assert times[0] == times[3] < times[2] < times[1]
 
 
+@pytest.mark.usefixtures("late")
+def test_many_are_made_over_several_steps(model: Path) -> None:
+    """Sixteen in each, as long as a step runs; a device that has work waits for no more."""
+    steps: list[StepStats] = []
+    with make_tiny(model, max_num_seqs=64, num_kvcache_blocks=200, **MORE) as llm:
+        llm.on_step = steps.append
+        outputs = llm.generate([[5 + row] * 3 for row in range(41)], [params(2)] * 40 + [params(5)])
+        assert [len(output["token_ids"]) for output in outputs] == [2] * 40 + [5]
+        assert [step.num_finished for step in steps] == [0, 0, 16, 16, 9]
+        assert len({output.metrics.finished_time for output in outputs}) == 2
+
+
 @pytest.mark.parametrize("late_steps", [(), range(0, 999, 2), range(999)])
 def test_answers_do_not_depend_on_it(
     late_steps: tuple[int, ...] | range, model: Path, monkeypatch: pytest.MonkeyPatch
