@@ -16,6 +16,7 @@ import torch
 
 from nanovllm.cpu import ahead
 from nanovllm.cuda_graphs import prefill
+from nanovllm.engine import startup
 from nanovllm.formats.fp8.loading import Part
 from nanovllm.formats.int4.method import Int4LinearMethod
 from nanovllm.jobs import parquet
@@ -143,6 +144,11 @@ def keep_experts(patch: pytest.MonkeyPatch) -> None:
         return extras
 
     patch.setitem(requests._EXTRAS, "sequence", with_experts)
+
+
+def keep_tokens_of_a_step(patch: pytest.MonkeyPatch) -> None:
+    """Undo what programs without a device change of the limit of a CPU's steps."""
+    patch.setattr(startup, "_CPU_STEP", startup._CPU_STEP)
 
 
 def stop_fork_server() -> None:

@@ -39,6 +39,9 @@ class AtOnce:
     def __init__(self, token_ids: np.ndarray) -> None:
         self._token_ids = token_ids
 
+    def waits_for_host(self) -> bool:
+        return True
+
     def result(self) -> StepOutput[np.ndarray]:
         return StepOutput(self._token_ids)
 

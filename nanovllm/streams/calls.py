@@ -35,8 +35,9 @@ class StreamCalls(LLMEngine):
         """Yield the answer to each prompt as soon as it is finished; its `index` is the prompt's index.
 
         prompts, on_error: as for `generate`; an iterable of any length. Prompts are read and tokenised in
-        batches between steps, while the device works, at most 3 * `max_num_seqs` ahead of the outputs that
-        the caller has taken. On a CPU it begins with 16 and goes up, so that the first answers come soon.
+        batches between steps, while the device works, at most 2 * `max_num_seqs` ahead of the outputs that
+        the caller has taken, and 3 * `max_num_seqs` on a GPU while answers have up to 64 tokens. On a CPU it
+        begins with 16 and goes up, so that the first answers come soon.
         sampling_params: one for all prompts, or an iterable with one for each.
         deltas: yield parts of answers. Each output then holds what is new since the previous output of the
         same prompt: `outputs` lists the completions that changed, by `index`, each with its new text and
@@ -66,7 +67,7 @@ class StreamCalls(LLMEngine):
     def _stream(self, reader: PromptReader, on_error: str, deltas: bool) -> Iterator[RequestOutput]:
         at_exit = sys.is_finalizing  # then modules have lost their names, and the engine is closed
         size = self.config.data_parallel_size
-        ahead = Ahead(3 * self.config.max_num_seqs * size, self._first_at_once(size))
+        ahead = Ahead(self.config.max_num_seqs * size, self._first_at_once(size))
         ready: deque[RequestOutput] = deque()
         hint = LengthHint(self._executor.room.max_model_len)
         with self._calling():

@@ -23,7 +23,7 @@ def outputs_of(count: int, read: int, drawn: int, finished: bool = True) -> list
 )
 def test_the_limit_goes_up_while_that_pays(read: int, drawn: int, seconds: float, limits: list[int]) -> None:
     now = 0.0
-    ahead = Ahead(100, 16, lambda: now)
+    ahead = Ahead(50, 16, lambda: now)
     ahead.answered([])  # the first step
     seen = []
     for _ in limits:
@@ -40,22 +40,31 @@ def test_the_limit_goes_up_while_that_pays(read: int, drawn: int, seconds: float
 
 
 def test_on_a_gpu_all_run_from_the_start() -> None:
-    ahead = Ahead(2048, None)
+    ahead = Ahead(1024, None)
     assert ahead.limit == 2048
-    ahead.answered(outputs_of(3, 10, 1))
-    assert ahead.limit == 2048
-    assert (Ahead(8, 16).limit, Ahead(99, 16).limit) == (8, 16)
+    assert (Ahead(4, 16).limit, Ahead(49, 16).limit) == (8, 16)
+
+
+def test_on_a_gpu_more_short_rows_are_ready() -> None:
+    """Where answers are long, fewer: later rows follow in an order that earlier answers show."""
+    ahead = Ahead(10, None)
+    for drawn, before, limit in [(64, 20, 30), (65, 30, 20), (32, 20, 30), (64, 30, 30)]:
+        ahead.answered(outputs_of(39, 10, drawn))
+        ahead.answered(outputs_of(39, 10, drawn, finished=False))
+        assert ahead.limit == before
+        ahead.answered(outputs_of(1, 10, drawn))
+        assert ahead.limit == limit
 
 
 @pytest.mark.parametrize(
-    ("most", "portions"),
+    ("slots", "first", "portions"),
     [
-        (2048, {0: 256, 1279: 256, 1400: 136, 1536: 32, 1848: 13, 2047: 1, 2048: 0}),
-        (8, {0: 1, 7: 1, 8: 0}),
-        (99, {0: 4, 12: 4, 13: 0}),  # 16 at first
+        (1024, None, {0: 256, 1279: 256, 1400: 136, 1536: 64, 1848: 25, 2047: 1, 2048: 0}),
+        (4, 16, {0: 1, 7: 1, 8: 0}),
+        (49, 16, {0: 4, 12: 4, 13: 0}),
     ],
 )
-def test_how_many_are_read_beside_those_that_are_unfinished(most: int, portions: dict[int, int]) -> None:
-    """A sixteenth of what is missing, so that a step is longer than reading; more if a quarter is missing."""
-    ahead = Ahead(most, None if most == 2048 else 16)
+def test_how_many_are_read(slots: int, first: int | None, portions: dict[int, int]) -> None:
+    """An eighth of what is missing, so that a step is longer than reading; more if a quarter is missing."""
+    ahead = Ahead(slots, first)
     assert {unfinished: ahead.portion(unfinished) for unfinished in portions} == portions
