@@ -115,7 +115,8 @@ class PrefillGraphs:
             pieces = self.captured[size] = self._capture_if_it_fits(static, step)
         for fixed, own, none in zip(static, given, (0, 0, *[NO_SLOT] * self._groups), strict=True):
             fixed[:tokens].copy_(own)
-            fixed[tokens:].fill_(none)
+            if tokens < size:
+                fixed[tokens:].fill_(none)
         if pieces is None:
             hidden = self._model(ids, step, wanted)
         else:
