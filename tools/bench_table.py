@@ -5,8 +5,8 @@
 
 Dummy weights in bfloat16, the engine's defaults, up to 1,024 sequences at once. Before its timed runs a
 workload runs once with short outputs; the first timed run also captures CUDA graphs of smaller sizes. Every
-run has new ids. Prints a line of Markdown for each row: the median, its share of the floor, and all runs.
-Ends in a line of JSON.
+run has new ids. Prints a line of Markdown for each row: the median, its share of the floor, all runs, and
+the seconds that steps of prompts and decode steps of the last run took. Ends in a line of JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch import StepKind
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.registry import load_model_config
 from tools.benchmark.engines import row_sampling
@@ -123,10 +125,15 @@ def params_of(row: Row, work: Workload) -> list[SamplingParams]:
     ]
 
 
-def speeds_of(llm: LLM, row: Row, work: Workload, vocab_size: int, runs: int) -> list[float]:
-    """Output tokens/s of each timed run."""
+def speeds_of(
+    llm: LLM, row: Row, work: Workload, vocab_size: int, runs: int
+) -> tuple[list[float], Counter[StepKind]]:
+    """Output tokens/s of each timed run, and the seconds of the last run's steps."""
     speeds = []
+    took: Counter[StepKind] = Counter()
+    llm.on_step = lambda step: took.update({step.kind: step.seconds})  # type: ignore[dict-item]
     for turn in range(runs + 1):
+        took.clear()
         fresh = work.shifted(turn, vocab_size)
         if turn == 0:
             fresh = fresh.beginning(len(work.prompts), WARM_UP_TOKENS)
@@ -136,7 +143,8 @@ def speeds_of(llm: LLM, row: Row, work: Workload, vocab_size: int, runs: int) ->
         seconds = perf_counter() - start
         assert [len(output["token_ids"]) for output in outputs] == fresh.output_lens
         speeds += [fresh.tokens_out / seconds] * (turn > 0)
-    return speeds
+    llm.on_step = None
+    return speeds, took
 
 
 def best_speed(config: ModelConfig, work: Workload, options: dict[str, Any]) -> float:
@@ -179,11 +187,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             for row in wanted:
                 size, draw = SYNTHETIC[row.workload]
                 work = draw(size)
-                speeds = speeds_of(llm, row, work, config.vocab_size, args.runs or row.runs)
+                speeds, took = speeds_of(llm, row, work, config.vocab_size, args.runs or row.runs)
                 found[row.name], median = speeds, statistics.median(speeds)
                 share = median / best_speed(config, work, options)
                 each = ", ".join(f"{speed:,.0f}" for speed in speeds)
-                print(f"| {row.name} | **{median:,.0f}** | {share:.0%} | {each} |", flush=True)
+                steps = f"{took[StepKind.PREFILL]:.2f} s; {took[StepKind.DECODE]:.2f} s"
+                print(f"| {row.name} | **{median:,.0f}** | {share:.0%} | {each} | {steps} |", flush=True)
     print(json.dumps({"output_tokens_per_s": found}))
 
 
