@@ -75,7 +75,7 @@ class FakeDevice:
             self.prefills += 1
         self.free_at = max(now, self.free_at) + seconds
         while batch.kind is StepKind.PREFILL and time.perf_counter() < now + self._launch:
-            pass
+            pass  # the host is busy
         self.steps += 1
         return Waits(self.free_at, len(batch.slots), 200 + self.steps % 97)
 

@@ -29,7 +29,7 @@ from nanovllm.runner.start import start_ranks
 from nanovllm.text.prompts import Request
 
 _DRAFTS: Table[Any] = Table(DRAFTS)
-_ANSWERS = 16  # of earlier steps that are made in each, and a part of those that wait, however late it is
+_ANSWERS = 16  # that a step makes at least, of those that wait; or a sixteenth of them, if that is more
 
 # A step that was launched and not read yet: its batch, its `num_cached_tokens` and `num_preemptions`, and its
 # output; None: its tokens are not drawn yet.
@@ -222,7 +222,7 @@ class Core:
         return self.requests.yielded(events, ended, outputs), stats
 
     def _due(self, left: int) -> Iterator[tuple[int, float]]:
-        """Sequences whose answers to make: `left` of them, and others until the step that runs ends."""
+        """Sequences whose answers to make: at least `left`, and others until the step that runs ends."""
         handle = None if self._in_flight is None or self.requests.parts else self._in_flight[3]
         while self._ended and (handle is None or left > 0 or not handle.waits_for_host()):
             (seq_id, ended), left = self._ended.popleft(), left - 1

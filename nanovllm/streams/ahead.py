@@ -14,8 +14,8 @@ from nanovllm.answers import RequestOutput, unlisted
 
 FIRST = 16  # requests at once on a CPU, for each replica
 _SECONDS = 4.0  # in which as many answers should end as there are requests
-_PART = 8  # of the requests that are missing, which are read between two steps
-_SHORT = 64  # tokens of an answer on average
+_PART = 8  # one of so many requests that are missing is read between two steps
+_SHORT = 64  # tokens of a prompt's answers, on average
 _TOKENS = 4  # read in the time in which a CPU writes one with few rows, about
 
 
@@ -35,8 +35,8 @@ class Ahead:
     def portion(self, unfinished: int) -> int:
         """The prompts to read now, beside so many unfinished requests.
 
-        With few at once a quarter of them, so that a step has some. Else a part of those that are missing, so
-        that reading them takes less time than a step, and more while few wait.
+        While the limit is low, a quarter of it, so that a step has some. Else a part of the requests that are
+        missing, so that reading takes less time than a step; more while few wait.
         """
         missing, part = self.limit - unfinished, self.limit // 4
         if self.limit < self.most:
@@ -46,9 +46,10 @@ class Ahead:
     def answered(self, outputs: Iterable[RequestOutput]) -> None:
         """Count answers, and change the limit.
 
-        Of few it goes up as long as answers end quickly, and where they are long beside their prompts,
-        because more rows then share each pass through the weights. On a GPU more short rows are ready, as
-        many of them end at the same time; of long ones fewer, as their order follows from earlier answers.
+        A low one goes up as long as answers end quickly, and where they are long beside their prompts,
+        because more rows then share each pass through the weights. On a GPU it is higher while answers are
+        short, because many end at the same time, and lower while they are long, because earlier answers then
+        help to order the prompts that are not read yet.
         """
         now = self._clock()
         if self._begin is None:
