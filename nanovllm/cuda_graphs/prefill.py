@@ -36,8 +36,10 @@ _LEAST_UNIT = 16  # tokens; the padded number of tokens is a multiple of it
 
 
 def padded(tokens: int) -> int:
-    """The number of tokens that a step of `tokens` is padded to: one of eight between two powers of 2. From 128
-    on that is 4 % more on average, and less than an eighth more."""
+    """The number of tokens that a step of `tokens` is padded to: one of eight between two powers of 2.
+
+    From 128 tokens on that adds 4 % on average, and less than an eighth.
+    """
     unit = max(_LEAST_UNIT, 1 << max(0, (tokens - 1).bit_length() - 4))
     return -(-tokens // unit) * unit
 
